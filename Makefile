@@ -1,0 +1,53 @@
+# Everything runs in .venv, which is made on first use. Override PYTHON to choose the interpreter (3.11 or later),
+# PIP_FLAGS for pip (an index with CPU builds of torch, for example), ARGS for pytest or for the recipe.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+ARGS ?=
+PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py schedule cost.py simulate.py allocate.py tune.py))
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+bin := $(VENV)/bin
+stamp := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test checks lint format build clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1\t/' | expand -t 14
+
+venv: $(stamp)  ## create .venv with the exact versions of constraints.txt
+
+$(stamp): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
+	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
+	$(bin)/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	$(bin)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(stamp)  ## pre-train the small default model: make train ARGS='trainer.max_steps=50'
+	$(bin)/lightning-afd pretrain $(ARGS)
+
+test: $(stamp)  ## run the whole test suite, warnings are errors: make test ARGS='-k pool'
+	$(bin)/python -m pytest $(ARGS)
+
+checks: lint test  ## all that CI runs: format, lint, types, tests
+
+lint: $(stamp)  ## ruff format, ruff check, mypy --strict on the half without torch
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	$(bin)/mypy --strict $(PURE)
+
+format: $(stamp)  ## format the code and apply safe fixes
+	$(bin)/ruff check --fix-only .
+	$(bin)/ruff format .
+
+build: $(stamp)  ## build sdist and wheel into dist/
+	$(bin)/python -m build --no-isolation
+
+clean:  ## remove what builds, tests and recipes left behind, but not .venv
+	rm -rf build dist outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

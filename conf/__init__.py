@@ -1,0 +1,1 @@
+"""Hydra configuration groups of the recipes; Hydra finds them as pkg://lightning_afd.conf."""

@@ -1,0 +1,159 @@
+"""What an F rank does for each action of its program: it gathers rows from all A ranks of its group and runs experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_afd.model.experts import ExpertShard
+from lightning_afd.runtime import Handlers
+from lightning_afd.schedule.actions import Action
+from lightning_afd.transport.link import Link, Posted, PostedDispatch
+from lightning_afd.transport.wire import Section
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """Rows of one (layer, micro-batch) from all A ranks, and what backward needs of them."""
+
+    x: list[Section]
+    w: list[Section]
+    rows: tuple[Tensor, Tensor, Tensor] | None
+    """x_TH, idx_TK, w_TK of all A ranks together; None where nobody sent a row, and once the experts have run."""
+    saved: Any = None
+    pending: Any = None
+    out: list[list[Tensor]] = field(default_factory=list)
+    """Answers per A rank, until they are sent."""
+    dY_TH: Tensor | None = None
+
+
+class FFNRank:
+    """State of one F rank during a step, and the handlers of its actions."""
+
+    def __init__(self, link: Link, shards: Sequence[ExpertShard], a_ranks: Sequence[int]) -> None:
+        self._link = link
+        self._shards = tuple(shards)
+        self._a_ranks = tuple(a_ranks)
+        self._training = False
+        self._dispatches: dict[int, list[PostedDispatch]] = {}
+        self._gradients: dict[int, list[Posted]] = {}
+        self._gathered: dict[tuple[int, int], _Gathered] = {}
+        self.received_rows = 0
+
+    def begin(self, micro_batches: int, *, training: bool) -> None:
+        """Offer buffers for the first dispatch of every micro-batch."""
+        self._training = training
+        self.received_rows = 0
+        for micro_batch in range(micro_batches):
+            self._post_dispatch(0, micro_batch)
+
+    def end(self) -> None:
+        """Drop whatever is left, after the last action or an error."""
+        self._dispatches.clear()
+        self._gradients.clear()
+        self._gathered.clear()
+
+    def handlers(self) -> Handlers:
+        return {
+            ("D", "f"): self._gather,
+            ("E", "f"): self._experts_forward,
+            ("C", "f"): self._return_sums,
+            ("D", "b"): self._gather_gradient,
+            ("E", "b"): self._experts_backward,
+            ("C", "b"): self._return_gradients,
+            ("E", "w"): self._weight_gradient,
+        }
+
+    def _gather(self, action: Action) -> None:
+        messages = [posted.wait() for posted in self._dispatches.pop(action.micro_batch)]
+        self._link.release(action.micro_batch)
+        x, w = ([_section(message[i]) for message in messages] for i in (0, 1))
+        filled = [message for message in messages if message[0].shape[0]]
+        rows = tuple(_cat([message[i] for message in filled]) for i in (0, 2, 1)) if filled else None
+        self.received_rows += sum(section.rows for section in x)
+        self._gathered[action.layer, action.micro_batch] = _Gathered(x, w, rows)  # type: ignore[arg-type]
+
+    def _experts_forward(self, action: Action) -> None:
+        item = self._gathered[action.layer, action.micro_batch]
+        if item.rows is not None:
+            y_TH, item.saved = self._shards[action.layer].forward(*item.rows, keep=self._training)
+            item.rows = None
+            item.out = _split([y_TH], item.x)
+        else:
+            item.out = [[] for _ in item.x]
+
+    def _return_sums(self, action: Action) -> None:
+        item = self._gathered[action.layer, action.micro_batch]
+        if action.layer + 1 < len(self._shards):
+            self._post_dispatch(action.layer + 1, action.micro_batch)
+        elif self._training:
+            self._post_gradient(action.layer, action.micro_batch)
+        self._answer(action, item, [[section] for section in item.x])
+        if not self._training:
+            del self._gathered[action.layer, action.micro_batch]
+
+    def _gather_gradient(self, action: Action) -> None:
+        messages = [posted.wait()[0] for posted in self._gradients.pop(action.micro_batch)]
+        self._link.release(action.micro_batch)
+        filled = [message for message in messages if message.shape[0]]
+        self._gathered[action.layer, action.micro_batch].dY_TH = _cat(filled) if filled else None
+
+    def _experts_backward(self, action: Action) -> None:
+        item = self._gathered[action.layer, action.micro_batch]
+        if item.dY_TH is None:
+            item.out = [[] for _ in item.x]
+            return
+        dx_TH, dw_TK, item.pending = self._shards[action.layer].backward(item.saved, item.dY_TH)
+        item.saved = item.dY_TH = None
+        item.out = _split([dx_TH, dw_TK], item.x)
+
+    def _return_gradients(self, action: Action) -> None:
+        item = self._gathered[action.layer, action.micro_batch]
+        if action.layer > 0:
+            self._post_gradient(action.layer - 1, action.micro_batch)
+        self._answer(action, item, [[x, w] for x, w in zip(item.x, item.w, strict=True)])
+
+    def _weight_gradient(self, action: Action) -> None:
+        item = self._gathered.pop((action.layer, action.micro_batch))
+        shard = self._shards[action.layer]
+        if item.pending is None:
+            shard.zero_missing_gradients()
+        else:
+            shard.weight_gradient(item.pending)
+
+    def _answer(self, action: Action, item: _Gathered, sections: list[list[Section]]) -> None:
+        for peer, wanted, tensors in zip(self._a_ranks, sections, item.out, strict=True):
+            message, views = self._link.allocate(action, wanted)
+            for view, tensor in zip(views, tensors, strict=False):
+                view.copy_(tensor)
+            self._link.send(action, peer, message)
+        item.out = []
+
+    def _post_dispatch(self, layer: int, micro_batch: int) -> None:
+        action = Action("D", layer, "f", micro_batch)
+        self._dispatches[micro_batch] = [self._link.post_dispatch(action, peer) for peer in self._a_ranks]
+
+    def _post_gradient(self, layer: int, micro_batch: int) -> None:
+        action = Action("D", layer, "b", micro_batch)
+        sections = self._gathered[layer, micro_batch].x
+        self._gradients[micro_batch] = [
+            self._link.post(action, peer, [section]) for peer, section in zip(self._a_ranks, sections, strict=True)
+        ]
+
+
+def _section(tensor: Tensor) -> Section:
+    return Section(tensor.shape[0], tensor.shape[1], tensor.dtype)
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _split(tensors: list[Tensor], sections: list[Section]) -> list[list[Tensor]]:
+    """Divide rows of all A ranks among them again."""
+    counts = [section.rows for section in sections]
+    return [list(parts) for parts in zip(*(tensor.split(counts) for tensor in tensors), strict=True)]

@@ -1,0 +1,69 @@
+"""Which token goes to which F rank: one copy of a token per F rank, however many of its experts it hits.
+
+Shapes: T tokens, H hidden, K experts per token, N F ranks of the group, C = sum of copies (token, F rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_afd.placement import ExpertMap
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The handle that dispatch makes and combine consumes: the copies of one micro-batch's tokens, by F rank."""
+
+    tokens: int
+    token_C: Tensor
+    """Token of each copy (int64); copies of F rank 0 come first, in token order."""
+    idx_CK: Tensor
+    """Local expert ids of the copy's F rank, -1 for slots that belong to other ranks (int32)."""
+    counts: tuple[int, ...]
+    """Copies per F rank."""
+
+    def split(self, rows_C: Tensor) -> list[Tensor]:
+        """Rows per F rank."""
+        return list(rows_C.split(self.counts))
+
+    def sum_copies(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Add what the F ranks returned, [counts[n], W] each, to one row per token [T, W], in F rank order.
+
+        Sums of 16-bit rows are kept in float32.
+        """
+        dtype = torch.float32 if dtype.itemsize < 4 else dtype
+        out_TW = torch.zeros(self.tokens, parts[0].shape[1], dtype=dtype, device=self.token_C.device)
+        for token_c, part in zip(self.token_C.split(self.counts), parts, strict=True):
+            out_TW.index_add_(0, token_c, part.to(dtype))
+        return out_TW
+
+
+class Router:
+    """Routes by one expert map; the tables live on the device of the tokens."""
+
+    def __init__(self, expert_map: ExpertMap, ranks: int, device: torch.device) -> None:
+        self.device = device
+        self._ranks = ranks
+        self._owner_E = torch.tensor(expert_map.expert_to_rank, device=device)
+        self._local_E = torch.tensor(expert_map.local_ids(), dtype=torch.int32, device=device)
+
+    def route(self, idx_TK: Tensor) -> Route:
+        """Route tokens by their experts `idx_TK` (global ids); one transfer of counts to the host."""
+        tokens = idx_TK.shape[0]
+        owner_TK = self._owner_E[idx_TK]
+        hit_NT = torch.zeros(self._ranks, tokens, dtype=torch.bool, device=idx_TK.device)
+        hit_NT[owner_TK, torch.arange(tokens, device=idx_TK.device)[:, None]] = True
+        rank_C, token_C = hit_NT.nonzero(as_tuple=True)
+        own_CK = owner_TK[token_C] == rank_C[:, None]
+        idx_CK = torch.where(own_CK, self._local_E[idx_TK[token_C]], -1)
+        return Route(tokens, token_C, idx_CK, tuple(hit_NT.sum(1).tolist()))
+
+
+def empty_route(ranks: int, device: torch.device) -> Route:
+    """The route of a rank that has no rows for a micro-batch: zero-row messages to every F rank."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return Route(0, none, torch.zeros(0, 1, dtype=torch.int32, device=device), (0,) * ranks)

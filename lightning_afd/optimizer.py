@@ -1,0 +1,62 @@
+"""What the optimizer sees on a rank that owns a part of the model, and the one norm of all gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_afd.transport.base import Collectives
+
+
+def drop_foreign(optimizer: Optimizer) -> None:
+    """Take parameters of other ranks (on meta) out of the groups; empty groups stay, so that schedulers agree."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.device.type != "meta"]
+
+
+@dataclass(frozen=True)
+class GlobalNorm:
+    """2-norm of the gradients of all ranks."""
+
+    value: float
+    culprit: tuple[int, int] | None
+    """(rank, number of the parameter on that rank) of the first gradient that is not finite."""
+
+
+def measure_norm(parameters: Sequence[nn.Parameter], collectives: Collectives, *, counts: bool) -> GlobalNorm:
+    """The norm over all ranks; a rank whose gradients another one holds too passes `counts=False`.
+
+    One exchange of two numbers per rank. On one rank per A group and on each F rank `counts` is True.
+    """
+    squares = _squares(parameters)
+    total = squares.sum().item() if counts else 0.0
+    bad = -1
+    if not math.isfinite(squares.sum().item()):
+        bad = int((~squares.isfinite()).nonzero()[0])
+    everyone = collectives.all_gather([total, float(bad)])
+    culprit = next(((rank, int(number)) for rank, (_, number) in enumerate(everyone) if number >= 0), None)
+    return GlobalNorm(math.sqrt(sum(square for square, _ in everyone)), culprit)
+
+
+def clip_by_norm(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale gradients by max_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does."""
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads and factor < 1.0:
+        torch._foreach_mul_(grads, factor)
+
+
+def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Sum of squares per parameter (float64); 0 where there is no gradient."""
+    squares = torch.zeros(max(1, len(parameters)), dtype=torch.float64)
+    with_grad = [(number, p.grad) for number, p in enumerate(parameters) if p.grad is not None]
+    if with_grad:
+        norms = torch._foreach_norm([grad for _, grad in with_grad])
+        values = torch.stack([norm.to(torch.float64) for norm in norms]).cpu().square()
+        squares[[number for number, _ in with_grad]] = values
+    return squares

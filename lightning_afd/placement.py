@@ -1,0 +1,116 @@
+"""Who is who: ranks to roles, workers to ranks, experts to F ranks (pure values, no torch)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_afd.errors import PlanError
+
+Role = Literal["A", "F"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Worker:
+    """A group of ranks that run the same program: `A0` is attention group 0, `F1` expert group 1."""
+
+    role: Role
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.role}{self.group}"
+
+    @classmethod
+    def parse(cls, name: str) -> Worker:
+        """Read `str(worker)` back; raises ValueError for anything else."""
+        match = re.fullmatch(r"([AF])(\d+)", name)
+        if match is None:
+            raise ValueError(f"{name!r} is no worker: expected a role A or F and a group number, as in A0 or F1")
+        return cls("A" if match[1] == "A" else "F", int(match[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the world is divided: `groups` times (`attention` A ranks + `ffn` F ranks).
+
+    A ranks come first, so that rank 0, which owns loggers and progress bars, is an A rank.
+    """
+
+    attention: int
+    """A ranks per A group (M): data-parallel replicas."""
+    ffn: int
+    """F ranks per F group (N): experts are divided over them."""
+    groups: int = 1
+    """Interleaved groups per role (p)."""
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "ffn", "groups"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
+
+    @property
+    def world(self) -> int:
+        return self.groups * (self.attention + self.ffn)
+
+    def workers(self) -> tuple[Worker, ...]:
+        """All A groups, then all F groups."""
+        return tuple(Worker(role, group) for role in ("A", "F") for group in range(self.groups))
+
+    def ranks_of(self, worker: Worker) -> range:
+        """Global ranks of a worker group, in the order of their index."""
+        size = self.attention if worker.role == "A" else self.ffn
+        start = worker.group * size + (0 if worker.role == "A" else self.groups * self.attention)
+        return range(start, start + size)
+
+    def worker_of(self, rank: int) -> Worker:
+        """The group that a global rank belongs to."""
+        for worker in self.workers():
+            if rank in self.ranks_of(worker):
+                return worker
+        raise PlanError(f"rank {rank} is outside of the layout's {self.world} ranks")
+
+    def index_of(self, rank: int) -> int:
+        """Position of a global rank inside its group: the data replica of an A rank, the expert shard of an F rank."""
+        return self.ranks_of(self.worker_of(rank)).index(rank)
+
+    def describe(self) -> str:
+        """`2A + 2F` or `2 x (2A + 2F)`, for messages."""
+        one = f"{self.attention}A + {self.ffn}F"
+        return one if self.groups == 1 else f"{self.groups} x ({one})"
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """Which F rank (index inside its group) owns which expert; any map is allowed, `version` names it on the wire."""
+
+    expert_to_rank: tuple[int, ...]
+    version: int = 0
+
+    @classmethod
+    def contiguous(cls, experts: int, ranks: int) -> ExpertMap:
+        """Divide experts into contiguous runs whose lengths differ by one at most."""
+        sizes = split_sizes(experts, ranks)
+        return cls(tuple(rank for rank, size in enumerate(sizes) for _ in range(size)))
+
+    @property
+    def experts(self) -> int:
+        return len(self.expert_to_rank)
+
+    def rank_to_experts(self, rank: int) -> tuple[int, ...]:
+        """Global expert ids of one F rank, ascending; their position is the local id."""
+        return tuple(expert for expert, owner in enumerate(self.expert_to_rank) if owner == rank)
+
+    def local_ids(self) -> tuple[int, ...]:
+        """For each global expert its position among the experts of its owner."""
+        seen: dict[int, int] = {}
+        ids = []
+        for owner in self.expert_to_rank:
+            ids.append(seen.get(owner, 0))
+            seen[owner] = ids[-1] + 1
+        return tuple(ids)
+
+
+def split_sizes(total: int, parts: int) -> list[int]:
+    """Sizes of `parts` consecutive runs of `total` items; the first ones are longer by one."""
+    return [total // parts + (part < total % parts) for part in range(parts)]

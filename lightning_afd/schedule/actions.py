@@ -1,0 +1,49 @@
+"""One step of a program and its short name, the same in plans, errors, logs and traces.
+
+| op | what | phases |
+|---|---|---|
+| A | attention segment: what lies between the experts of two layers | f forward, b backward |
+| E | routed experts of a layer | f forward, b input gradient, w weight gradient |
+| D | dispatch, A to F | f: x, idx, w; b: dY |
+| C | combine, F to A | f: y; b: dx, dw |
+| H | hop of the base (residual stream + shared experts) between A groups | f, b |
+| L | router logits of other A groups to and from A group 0 | f, b |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast
+
+Op = Literal["A", "E", "D", "C", "H", "L"]
+Phase = Literal["f", "b", "w"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`A3f0`: attention segment 3, forward, micro-batch 0."""
+
+    op: Op
+    layer: int
+    phase: Phase
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.layer}{self.phase}{self.micro_batch}"
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether this action moves data between two workers, and so stands in the programs of both."""
+        return self.op in "DCHL"
+
+    @classmethod
+    def parse(cls, name: str) -> Action:
+        """Read `str(action)` back; raises ValueError for anything else."""
+        match = re.fullmatch(r"([AEDCHL])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
+        if match is None or (match[3] == "w" and match[1] != "E"):
+            raise ValueError(
+                f"{name!r} is no action: expected an op of A E D C H L, a layer, a phase f or b (w only for E) "
+                "and a micro-batch, as in A3f0"
+            )
+        return cls(cast(Op, match[1]), int(match[2]), cast(Phase, match[3]), int(match[4]))

@@ -1,0 +1,117 @@
+"""Orders of computation. Each lists all compute actions so that one machine could execute the list from its start.
+
+A worker's program is the part of that list which it owns. Such programs can't deadlock, whatever the timing: the first
+action of the list that is not finished is always the next one of its worker and has all that it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import Worker
+from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.passes import place_transfers
+from lightning_afd.schedule.shape import Schedule, Shape
+
+Order = Callable[[Shape], Iterable[Action]]
+
+
+def sequential(shape: Shape) -> list[Action]:
+    """Micro-batch after micro-batch, forward then backward: no overlap, the reference."""
+    return [action for action in shape.actions() if not action.is_transfer]
+
+
+def layer_major(shape: Shape) -> list[Action]:
+    """All micro-batches of a segment before the next segment, tail forward and backward alternating.
+
+    Optimal for one group: while F computes one micro-batch, A computes another one of the same layer.
+    """
+    depth = {"f": 0, "b": 1, "w": 1}
+
+    def key(action: Action) -> tuple[int, int, int]:
+        if action.op == "A" and action.layer == shape.layers:
+            return 0, action.layer, action.micro_batch
+        way = depth[action.phase]
+        return way, -action.layer if way else action.layer, action.micro_batch
+
+    return sorted(sequential(shape), key=key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Clock:
+    """The slots of af-pipe; in each slot a worker does at most one forward and one backward.
+
+    The P = 2p workers A0 F0 A1 F1 ... are the places 0 to P-1 of a ring; a micro-batch moves on by one place per slot,
+    its transfer included, and passes layer l in round l // p. A run of `run` >= P micro-batches passes round 0, one
+    behind the other, then round 1, and so on; then the next run starts. So the forward of the i-th micro-batch of
+    run r in round k at place s has the slot (r rounds + k) run + i + s. At place `turn` of the last round (the tail)
+    it turns and runs back the same way. Each action has a later slot than those that it waits for. Slots of rounds,
+    layers and micro-batches that don't exist stay empty: no count has to be a multiple of another.
+    """
+
+    rounds: int
+    run: int
+    turn: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> _Clock:
+        """Runs of nearly equal length, as near to G = 2P as the number of micro-batches allows.
+
+        A run of P keeps the ring full; the second P is the slack behind which transfers hide.
+        """
+        workers = 2 * shape.groups
+        runs = max(1, (shape.micro_batches + workers) // (2 * workers))
+        last_round, last_group = divmod(shape.layers - 1, shape.groups)
+        return cls(
+            rounds=last_round + 1,
+            run=max(workers, -(-shape.micro_batches // runs)),
+            turn=2 * last_group + 2,
+        )
+
+    def forward(self, round_: int, place: int, m: int) -> int:
+        """Slot of a forward."""
+        run, index = divmod(m, self.run)
+        return (run * self.rounds + round_) * self.run + index + place
+
+    def tail(self, m: int) -> int:
+        """Slot of the tail, forward and backward."""
+        return self.forward(self.rounds - 1, self.turn, m)
+
+    def backward(self, round_: int, place: int, m: int) -> int:
+        """Slot of a backward: one per place and `run` per round after the tail."""
+        return self.tail(m) + (self.rounds - 1 - round_) * self.run + self.turn - place
+
+
+def af_pipe(shape: Shape) -> list[Action]:
+    """Interleaved 1F1B over the 2p workers, in runs of about 4p micro-batches: all actions sorted by their slots."""
+    clock = _Clock.of(shape)
+
+    def key(action: Action) -> tuple[int, int]:
+        if action.op == "A" and action.layer == shape.layers:
+            return clock.tail(action.micro_batch), 1
+        round_, group = divmod(action.layer, shape.groups)
+        place = 2 * group + (action.op == "E")
+        if action.phase == "f":
+            return clock.forward(round_, place, action.micro_batch), 0
+        return clock.backward(round_, place, action.micro_batch), 2
+
+    return sorted(sequential(shape), key=key)
+
+
+ORDERS: Mapping[str, Order] = MappingProxyType(
+    {"sequential": sequential, "layer-major": layer_major, "af-pipe": af_pipe}
+)
+
+
+def build(order: str, shape: Shape) -> Schedule:
+    """The complete schedule of an order, transfers placed; raises PlanError for an unknown name."""
+    if order not in ORDERS:
+        raise PlanError(f"order={order!r} is not known: choose one of {', '.join(ORDERS)}")
+    programs: dict[Worker, list[Action]] = {worker: [] for worker in shape.workers()}
+    for action in ORDERS[order](shape):
+        programs[shape.owner(action)].append(action)
+    computation = {worker: tuple(program) for worker, program in programs.items()}
+    return place_transfers(Schedule(shape, order, computation))

@@ -1,0 +1,76 @@
+"""Passes over schedules: each takes a Schedule and returns a new one."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import replace
+
+from lightning_afd.errors import ScheduleError
+from lightning_afd.placement import Worker
+from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.shape import Schedule, Shape
+
+Channel = tuple[str, str, Worker, Worker]
+"""Op, phase, sender, receiver: messages of one channel are matched by their order."""
+
+
+def channel_of(shape: Shape, action: Action) -> Channel:
+    """The channel on which a transfer travels."""
+    return (action.op, action.phase, *shape.endpoints(action))
+
+
+def place_transfers(schedule: Schedule) -> Schedule:
+    """Complete a schedule of compute actions: each send directly after the action that produces its data, each receive
+    directly before the first action that needs it.
+
+    Where the receiver needs the messages of a channel in another order than they are sent, those sent earlier are
+    received first, so that the order of receives is that of the sends.
+    """
+    shape = schedule.shape
+    sends = _sends_by_producer(shape)
+    queues: dict[Channel, deque[Action]] = defaultdict(deque)
+    for program in schedule.programs.values():
+        for action in program:
+            for transfer in sends[action]:
+                queues[channel_of(shape, transfer)].append(transfer)
+    programs = {}
+    for worker, program in schedule.programs.items():
+        received: set[Action] = set()
+        placed: list[Action] = []
+        for action in program:
+            for before in shape.dependencies(action):
+                if before.is_transfer and before not in received:
+                    placed += _take(queues[channel_of(shape, before)], before, received)
+            placed += (action, *sends[action])
+        programs[worker] = tuple(placed)
+    return replace(schedule, programs=programs)
+
+
+def _sends_by_producer(shape: Shape) -> dict[Action, list[Action]]:
+    """For each compute action the transfers that carry its result away, the one that others wait for most first."""
+    sends: dict[Action, list[Action]] = defaultdict(list)
+    for action in shape.actions():
+        if action.is_transfer:
+            (producer,) = shape.dependencies(action)
+            sends[producer].append(action)
+    return sends
+
+
+def _take(queue: deque[Action], wanted: Action, received: set[Action]) -> list[Action]:
+    """Take messages from a channel up to the wanted one."""
+    taken = []
+    while wanted not in received:
+        if not queue:
+            raise ScheduleError(f"{wanted} is needed but never sent: the schedule lacks the action that produces it")
+        taken.append(queue.popleft())
+        received.add(taken[-1])
+    return taken
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Keep the forward phase alone, for evaluation."""
+    programs = {
+        worker: tuple(action for action in program if action.phase == "f")
+        for worker, program in schedule.programs.items()
+    }
+    return replace(schedule, programs=programs)

@@ -1,0 +1,207 @@
+"""What one optimizer step has to do: the actions, who does them, and the only statement of what each waits for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import Worker
+from lightning_afd.schedule.actions import Action, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The size of a step. Group g owns the MoE layers l with l mod groups == g, on its A and on its F worker.
+
+    Segment l < layers leads from the experts of layer l-1 to the dispatch of layer l; segment `layers` is the tail
+    (trailing layers, norm, head, loss), always on A group 0.
+    """
+
+    layers: int
+    """MoE layers (L)."""
+    groups: int = 1
+    """Groups per role (p)."""
+    micro_batches: int
+    """Micro-batches per step and A rank (R)."""
+    router_logits: bool = False
+    """Whether the loss, on A group 0, needs the router logits of all layers."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "groups", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)}: a schedule needs at least 1")
+
+    def workers(self) -> tuple[Worker, ...]:
+        """All A groups, then all F groups."""
+        groups = range(self.groups)
+        return (*(Worker("A", group) for group in groups), *(Worker("F", group) for group in groups))
+
+    def attention(self, segment: int) -> Worker:
+        """The A worker of a segment, 0 to `layers`."""
+        return Worker("A", 0 if segment == self.layers else segment % self.groups)
+
+    def experts(self, layer: int) -> Worker:
+        """The F worker of a layer."""
+        return Worker("F", layer % self.groups)
+
+    def owner(self, action: Action) -> Worker:
+        """The worker that computes an A or E action."""
+        return self.experts(action.layer) if action.op == "E" else self.attention(action.layer)
+
+    def endpoints(self, action: Action) -> tuple[Worker, Worker]:
+        """Sender and receiver of a D, C, H or L action."""
+        layer, forward = action.layer, action.phase == "f"
+        before, after, experts = self.attention(layer), self.attention(layer + 1), self.experts(layer)
+        if action.op == "D":
+            return (before if forward else after), experts
+        if action.op == "C":
+            return experts, (after if forward else before)
+        other = after if action.op == "H" else Worker("A", 0)
+        return (before, other) if forward else (other, before)
+
+    def places(self, action: Action) -> tuple[Worker, ...]:
+        """The workers whose programs contain an action: its owner, or sender and receiver."""
+        return self.endpoints(action) if action.is_transfer else (self.owner(action),)
+
+    def hops(self, layer: int) -> bool:
+        """Whether the base changes its A worker from segment `layer` to the next one (H exists)."""
+        return self.attention(layer) != self.attention(layer + 1)
+
+    def sends_logits(self, layer: int) -> bool:
+        """Whether the router logits of a layer travel to A group 0 (L exists)."""
+        return self.router_logits and self.attention(layer).group != 0
+
+    def dependencies(self, action: Action) -> tuple[Action, ...]:
+        """What must be finished before an action may start: the dependency rule, stated only here."""
+        layer, m = action.layer, action.micro_batch
+        match action.op + action.phase:
+            case "Af":
+                return self._before_forward(layer, m)
+            case "Ab":
+                return self._before_backward(layer, m)
+            case "Df" | "Hf" | "Lf":
+                return (Action("A", layer, "f", m),)
+            case "Db" | "Hb":
+                return (Action("A", layer + 1, "b", m),)
+            case "Lb":
+                return (Action("A", self.layers, "b", m),)
+            case "Ef":
+                return (Action("D", layer, "f", m),)
+            case "Eb":
+                return (Action("D", layer, "b", m), Action("E", layer, "f", m))
+            case "Cf":
+                return (Action("E", layer, "f", m),)
+            case "Cb" | "Ew":
+                return (Action("E", layer, "b", m),)
+        raise ValueError(f"{action} has no meaning: op {action.op!r} has no phase {action.phase!r}")
+
+    def _before_forward(self, segment: int, m: int) -> tuple[Action, ...]:
+        if segment == 0:
+            return ()
+        inputs = (Action("C", segment - 1, "f", m), self._base(segment - 1, "f", m))
+        if segment < self.layers:
+            return inputs
+        return inputs + tuple(Action("L", layer, "f", m) for layer in range(self.layers) if self.sends_logits(layer))
+
+    def _before_backward(self, segment: int, m: int) -> tuple[Action, ...]:
+        own = Action("A", segment, "f", m)
+        if segment == self.layers:
+            return (own,)
+        gradients = (own, Action("C", segment, "b", m), self._base(segment, "b", m))
+        return (*gradients, Action("L", segment, "b", m)) if self.sends_logits(segment) else gradients
+
+    def _base(self, layer: int, phase: Phase, m: int) -> Action:
+        """What brings the base over layer `layer`: a hop, or the neighbouring segment on the same worker."""
+        if self.hops(layer):
+            return Action("H", layer, phase, m)
+        return Action("A", layer if phase == "f" else layer + 1, phase, m)
+
+    def producers(self, action: Action) -> tuple[Action, ...]:
+        """The compute actions that an action waits for, looked at through the transfers."""
+        found: list[Action] = []
+        for before in self.dependencies(action):
+            found.extend(self.producers(before) if before.is_transfer else (before,))
+        return tuple(found)
+
+    def actions(self) -> Iterator[Action]:
+        """Every action once, each after those that it waits for: micro-batch after micro-batch."""
+        for m in range(self.micro_batches):
+            for layer in range(self.layers):
+                yield from self._forward(layer, m)
+            yield Action("A", self.layers, "f", m)
+            yield Action("A", self.layers, "b", m)
+            for layer in reversed(range(self.layers)):
+                yield from self._backward(layer, m)
+
+    def _forward(self, layer: int, m: int) -> Iterator[Action]:
+        yield Action("A", layer, "f", m)
+        yield Action("D", layer, "f", m)
+        if self.hops(layer):
+            yield Action("H", layer, "f", m)
+        if self.sends_logits(layer):
+            yield Action("L", layer, "f", m)
+        yield Action("E", layer, "f", m)
+        yield Action("C", layer, "f", m)
+
+    def _backward(self, layer: int, m: int) -> Iterator[Action]:
+        yield Action("D", layer, "b", m)
+        if self.hops(layer):
+            yield Action("H", layer, "b", m)
+        if self.sends_logits(layer):
+            yield Action("L", layer, "b", m)
+        yield Action("E", layer, "b", m)
+        yield Action("C", layer, "b", m)
+        yield Action("E", layer, "w", m)
+        yield Action("A", layer, "b", m)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One program per worker group. A transfer stands in two programs as the same action: in the sender's it starts
+    the asynchronous send, in the receiver's it waits for the arrival."""
+
+    shape: Shape
+    order: str
+    """Name of the order that built it."""
+    programs: Mapping[Worker, tuple[Action, ...]]
+
+    def text(self) -> str:
+        """The whole schedule as text: shape and order, then one line per worker."""
+        sizes = " ".join(f"{field.name}={getattr(self.shape, field.name)}" for field in fields(self.shape))
+        lines = (f"{worker}: {' '.join(map(str, self.programs[worker]))}" for worker in sorted(self.programs))
+        return "\n".join((f"{self.order} {sizes}", *lines))
+
+    def digest(self) -> str:
+        """A hash of everything in it, equal on all ranks that hold the same plan."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def grid(self, places: Mapping[Worker, int] | None = None, around: int = 4) -> str:
+        """One line per worker with its actions in columns.
+
+        With `places` (position in each program) only `around` actions before and after them, the places below one
+        another and in brackets.
+        """
+        width = max((len(str(action)) for program in self.programs.values() for action in program), default=0) + 2
+        lines = []
+        for worker, program in self.programs.items():
+            place = None if places is None else places[worker]
+            cells = _cells(program, place, around)
+            lines.append(f"{worker!s:>3} |{''.join(cell.center(width) for cell in cells)}".rstrip())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.grid()
+
+
+def _cells(program: tuple[Action, ...], place: int | None, around: int) -> list[str]:
+    """The names of a program, or of the window around a place; beyond its ends the cells are empty, then `end`."""
+    if place is None:
+        return [str(action) for action in program]
+    cells = []
+    for position in range(place - around, place + around + 1):
+        inside = 0 <= position < len(program)
+        cell = str(program[position]) if inside else "end" if position == len(program) else ""
+        cells.append(f"[{cell}]" if position == place else cell)
+    return cells

@@ -1,0 +1,62 @@
+"""What the engine needs from a network: point-to-point messages and two small collectives, on one screen.
+
+A message is one flat uint8 tensor that starts with a header (transport/wire.py). There is one channel per direction and
+use; on a channel, messages between two ranks of the same micro-batch never overtake each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Channel = Literal["Df", "Cf", "Db", "Cb"]
+"""Direction and use: dispatch and combine, each forward and backward."""
+CHANNELS: tuple[Channel, ...] = ("Df", "Cf", "Db", "Cb")
+
+
+class Incoming(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> Tensor:
+        """Block until the message is there; returns the posted buffer (uint8, possibly longer than the message)."""
+
+
+class Transport(Protocol):
+    """Point-to-point messages between the ranks of this job; ranks are global."""
+
+    def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> Incoming:
+        """Offer a buffer of `nbytes` for the message `tag` of `peer`; call it before the peer is asked to send."""
+
+    def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
+        """Send without waiting; the transport keeps `message` alive until `release`."""
+
+    def release(self, micro_batch: int | None = None) -> None:
+        """Finish the sends of one micro-batch, known to have arrived because its reply has, or of all (None)."""
+
+
+class Collectives(Protocol):
+    """Small agreements between all ranks; called once or twice per step."""
+
+    def all_gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's `values` (float64, equal lengths), by rank."""
+
+    def broadcast_object(self, value: object, source: int) -> object:
+        """The object of rank `source` on every rank."""
+
+    def sum_over_replicas(self, tensor: Tensor) -> None:
+        """Add `tensor` in place over the ranks of this rank's own group."""
+
+
+MAX_MICRO_BATCHES = 4096
+
+
+def tag_of(layer: int, micro_batch: int, part: int = 0) -> int:
+    """A number for the message of a layer and micro-batch, unique on its channel within a step."""
+    return (layer * 2 + part) * MAX_MICRO_BATCHES + micro_batch
+
+
+def micro_batch_of(tag: int) -> int:
+    """The micro-batch of `tag_of`'s number."""
+    return tag % MAX_MICRO_BATCHES

@@ -1,0 +1,131 @@
+"""Messages of the schedule between A and F ranks: stamped, checked, and received into buffers that were posted ahead.
+
+The size of a dispatch depends on the routing, so its receiver posts a buffer of an agreed capacity: the largest one that
+the sender asked for in earlier steps. A dispatch that does not fit (all of the first step) is announced by a message
+without rows that says how much is needed. All other messages answer one with known rows, so their sizes are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_afd.schedule.actions import Action
+from lightning_afd.transport.base import Channel, Incoming, Transport, tag_of
+from lightning_afd.transport.wire import (
+    HEADER_BYTES,
+    Section,
+    Stamp,
+    allocate,
+    expect,
+    message_bytes,
+    needed_bytes,
+    read,
+    too_small,
+)
+
+
+class Link:
+    """One rank's end of all messages; counts the payload that it sends."""
+
+    def __init__(self, transport: Transport, rank: int, device: torch.device, map_version: int = 0) -> None:
+        self.rank = rank
+        self.payload_bytes = 0
+        self._transport = transport
+        self._device = device
+        self._map_version = map_version
+        self._step = 0
+        self._capacity: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
+
+    def begin(self, step: int) -> None:
+        """Start step number `step`: what was asked for until now becomes the capacity."""
+        self._step = step
+        for peer, need in self._asked.items():
+            self._capacity[peer] = max(self._capacity.get(peer, HEADER_BYTES), need)
+        self._asked.clear()
+
+    def post(self, action: Action, peer: int, sections: Sequence[Section]) -> Posted:
+        """Offer a buffer for the answer `action` of `peer`, whose sections are known."""
+        incoming = self._post(action, peer, message_bytes(sections))
+        return Posted(self, action, peer, incoming, tuple(sections))
+
+    def post_dispatch(self, action: Action, peer: int) -> PostedDispatch:
+        """Offer a buffer of the agreed capacity for a dispatch of `peer`."""
+        return PostedDispatch(self, action, peer, self._post(action, peer, self._capacity.get(peer, HEADER_BYTES)))
+
+    def allocate(self, action: Action, sections: Sequence[Section]) -> tuple[Tensor, list[Tensor]]:
+        """A message to be filled in through the returned views."""
+        return allocate(self.stamp(action, self.rank), sections, self._device)
+
+    def send(self, action: Action, peer: int, message: Tensor) -> None:
+        """Send an answer."""
+        self._send(action, peer, 0, message)
+
+    def send_dispatch(self, action: Action, peer: int, message: Tensor, most: int) -> None:
+        """Send a dispatch; `most` is the size that this micro-batch can need at any layer."""
+        part = int(message.numel() > self._capacity.get(peer, HEADER_BYTES))
+        if part:
+            need = max(most, message.numel())
+            self._asked[peer] = max(self._asked.get(peer, 0), need)
+            self._send(action, peer, 0, too_small(self.stamp(action, self.rank), need, self._device))
+        self._send(action, peer, part, message)
+
+    def release(self, micro_batch: int | None = None) -> None:
+        """See Transport.release."""
+        self._transport.release(micro_batch)
+
+    def stamp(self, action: Action, sender: int) -> Stamp:
+        return Stamp(action=action, sender=sender, step=self._step, map_version=self._map_version)
+
+    def grown(self, action: Action, peer: int, need: int) -> Incoming:
+        """Offer the larger buffer that a too small one was answered with."""
+        self._asked[peer] = max(self._asked.get(peer, 0), need)
+        return self._post(action, peer, need, part=1)
+
+    def _post(self, action: Action, peer: int, nbytes: int, part: int = 0) -> Incoming:
+        return self._transport.post(channel_of(action), peer, tag_of(action.layer, action.micro_batch, part), nbytes)
+
+    def _send(self, action: Action, peer: int, part: int, message: Tensor) -> None:
+        self.payload_bytes += message.numel() - HEADER_BYTES
+        self._transport.send(channel_of(action), peer, tag_of(action.layer, action.micro_batch, part), message)
+
+
+class Posted:
+    """A posted receive of a message with known sections."""
+
+    def __init__(
+        self, link: Link, action: Action, peer: int, incoming: Incoming, sections: tuple[Section, ...]
+    ) -> None:
+        self._expected = link.stamp(action, peer)
+        self._incoming = incoming
+        self._sections = sections
+
+    def wait(self) -> list[Tensor]:
+        """The message's tensors, after its header has been checked."""
+        views = read(self._incoming.wait(), self._expected)
+        expect(views, self._sections, self._expected)
+        return views
+
+
+class PostedDispatch:
+    """A posted receive of a dispatch, whose rows only the sender knows."""
+
+    def __init__(self, link: Link, action: Action, peer: int, incoming: Incoming) -> None:
+        self._link, self._action, self._peer, self._incoming = link, action, peer, incoming
+
+    def wait(self) -> list[Tensor]:
+        """The dispatch's tensors, after its header has been checked."""
+        expected = self._link.stamp(self._action, self._peer)
+        message = self._incoming.wait()
+        need = needed_bytes(message, expected)
+        if need:
+            message = self._link.grown(self._action, self._peer, need).wait()
+        return read(message, expected)
+
+
+def channel_of(action: Action) -> Channel:
+    """The channel of a communication action."""
+    return f"{action.op}{action.phase}"  # type: ignore[return-value]

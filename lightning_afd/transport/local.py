@@ -1,0 +1,133 @@
+"""All ranks of a job inside one thread: an in-process transport for tests, simulation and debugging.
+
+Each rank is a greenlet; a rank that waits for a message lets the others run. A round in which nobody could go on is a
+deadlock and is reported at once with what each rank waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from lightning_afd.errors import ProtocolError
+from lightning_afd.placement import Layout
+from lightning_afd.transport.base import Channel
+
+
+class LocalNetwork:
+    """The ranks of one in-process job and the messages between them."""
+
+    def __init__(self, layout: Layout, *, hold: Callable[[Channel, int], bool] | None = None) -> None:
+        self.layout = layout
+        self.sent_bytes: dict[tuple[Channel, int, int], int] = {}
+        """Bytes per (channel, sender, receiver)."""
+        self._mail: dict[tuple[Channel, int, int, int], Tensor] = {}
+        self._hold = hold or (lambda channel, tag: False)
+        self._gathered: dict[tuple[range, int], dict[int, Any]] = {}
+        self._hub: greenlet | None = None
+        self._waiting: dict[int, str] = {}
+        self._progress = 0
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run one function per rank to the end; returns their results, raises the first exception."""
+        self._hub = getcurrent()
+        ranks = [greenlet(function) for function in functions]
+        results: list[Any] = [None] * len(ranks)
+        while any(not rank.dead for rank in ranks):
+            before = self._progress
+            for index, rank in enumerate(ranks):
+                if not rank.dead:
+                    value = rank.switch()
+                    if rank.dead:
+                        results[index] = value
+                        self._progress += 1
+            if self._progress == before:
+                waits = "; ".join(f"rank {rank} waits for {what}" for rank, what in sorted(self._waiting.items()))
+                raise ProtocolError(f"deadlock: {waits}")
+        return results
+
+    def deliver(self, channel: Channel, sender: int, receiver: int, tag: int, message: Tensor) -> None:
+        key = (channel, sender, receiver, tag)
+        if key in self._mail:
+            raise ProtocolError(f"two messages {tag} on {channel} from rank {sender} to rank {receiver}")
+        self._mail[key] = message
+        route = (channel, sender, receiver)
+        self.sent_bytes[route] = self.sent_bytes.get(route, 0) + message.numel()
+
+    def take(self, channel: Channel, sender: int, receiver: int, tag: int) -> Tensor:
+        """Wait for a message; `hold(channel, tag)` may keep it back for as long as another rank can do anything else."""
+        key = (channel, sender, receiver, tag)
+        self.wait_until(
+            receiver,
+            lambda: key in self._mail and not self._hold(channel, tag),
+            f"message {tag} on {channel} from rank {sender}",
+        )
+        return self._mail.pop(key)
+
+    def wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Let other ranks run until `ready()`."""
+        assert self._hub is not None
+        while not ready():
+            self._waiting[rank] = what
+            self._hub.switch()
+        self._waiting.pop(rank, None)
+        self._progress += 1
+
+    def exchange(self, rank: int, ranks: range, serial: int, value: Any) -> dict[int, Any]:
+        """The value of every rank of `ranks` in their collective number `serial`."""
+        box = self._gathered.setdefault((ranks, serial), {})
+        box[rank] = value
+        self._progress += 1
+        self.wait_until(rank, lambda: len(box) == len(ranks), f"collective {serial} of {ranks}")
+        return box
+
+
+class LocalTransport:
+    """Transport and Collectives of one rank of a LocalNetwork."""
+
+    def __init__(self, network: LocalNetwork, rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        layout = network.layout
+        self._world = range(layout.world)
+        self._replicas = layout.ranks_of(layout.worker_of(rank))
+        self._serial = {self._world: 0, self._replicas: 0}
+
+    def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _LocalIncoming:
+        return _LocalIncoming(self._network, (channel, peer, self._rank, tag), nbytes)
+
+    def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
+        self._network.deliver(channel, self._rank, peer, tag, message.clone())
+
+    def release(self, micro_batch: int | None = None) -> None:
+        """Nothing to do: messages are copied."""
+
+    def all_gather(self, values: Sequence[float]) -> list[list[float]]:
+        box = self._exchange(self._world, list(values))
+        return [box[rank] for rank in sorted(box)]
+
+    def broadcast_object(self, value: object, source: int) -> object:
+        return self._exchange(self._world, value)[source]
+
+    def sum_over_replicas(self, tensor: Tensor) -> None:
+        box = self._exchange(self._replicas, tensor.clone())
+        tensor.copy_(torch.stack([box[rank] for rank in self._replicas]).sum(0))
+
+    def _exchange(self, ranks: range, value: Any) -> dict[int, Any]:
+        self._serial[ranks] += 1
+        return self._network.exchange(self._rank, ranks, self._serial[ranks], value)
+
+
+class _LocalIncoming:
+    def __init__(self, network: LocalNetwork, key: tuple[Channel, int, int, int], nbytes: int) -> None:
+        self._network, self._key, self._nbytes = network, key, nbytes
+
+    def wait(self) -> Tensor:
+        message = self._network.take(*self._key)
+        if message.numel() > self._nbytes:
+            raise ProtocolError(f"message {self._key} of {message.numel()} bytes into a buffer of {self._nbytes}")
+        return message

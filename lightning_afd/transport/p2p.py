@@ -1,0 +1,92 @@
+"""torch.distributed as transport: asynchronous point-to-point messages, one process group per direction and use.
+
+None of the groups is shared with Lightning's own collectives. All are made and warmed in one fixed order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_afd.placement import Layout
+from lightning_afd.transport.base import CHANNELS, Channel, micro_batch_of
+
+
+class ProcessGroups:
+    """The process groups of one job: one per channel, one for control messages, one per worker group."""
+
+    def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
+        everyone = list(range(layout.world))
+        self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in CHANNELS}
+        self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
+        self.replicas: Any = None
+        for worker in layout.workers():
+            ranks = layout.ranks_of(worker)
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if rank in ranks:
+                self.replicas = group
+        self._all = [*self.channels.values(), self.control, self.replicas]
+
+    def warm(self, device: torch.device) -> None:
+        """One small collective per group, in the same order on all ranks: connections exist before the first step."""
+        for group in self._all:
+            where = torch.device("cpu") if group is self.control else device
+            dist.all_reduce(torch.zeros(1, device=where), group=group)
+
+    def destroy(self) -> None:
+        for group in self._all:
+            dist.destroy_process_group(group)
+
+
+class P2PTransport:
+    """Transport and Collectives over process groups; receives are posted ahead, sends do not block."""
+
+    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
+        self._groups = groups
+        self._device = device
+        self._sends: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
+        self.sent_bytes = 0
+
+    def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _Posted:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        work = dist.irecv(buffer, src=peer, group=self._groups.channels[channel], tag=tag)
+        return _Posted(work, buffer)
+
+    def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
+        work = dist.isend(message, dst=peer, group=self._groups.channels[channel], tag=tag)
+        self._sends[micro_batch_of(tag)].append((work, message))
+        self.sent_bytes += message.numel()
+
+    def release(self, micro_batch: int | None = None) -> None:
+        for key in list(self._sends) if micro_batch is None else [micro_batch]:
+            for work, _ in self._sends.pop(key, []):
+                work.wait()
+
+    def all_gather(self, values: Sequence[float]) -> list[list[float]]:
+        mine = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine, group=self._groups.control)
+        return [row.tolist() for row in everyone]
+
+    def broadcast_object(self, value: object, source: int) -> object:
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self._groups.control)
+        return box[0]
+
+    def sum_over_replicas(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._groups.replicas)
+
+
+class _Posted:
+    def __init__(self, work: Any, buffer: Tensor) -> None:
+        self._work, self._buffer = work, buffer
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._buffer

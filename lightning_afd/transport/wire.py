@@ -1,0 +1,157 @@
+"""The wire format: an int64 header and up to three aligned sections in one flat uint8 message.
+
+gloo checks neither size nor dtype of a message, and NCCL not its meaning, so every header says what it belongs to and
+what it carries, and the receiver compares before it touches a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_afd.errors import ProtocolError, StaleMessage
+from lightning_afd.schedule.actions import Action
+
+MAGIC = 0x4C41464431
+SECTIONS = 3
+FIELDS = 11 + 3 * SECTIONS
+HEADER_BYTES = 8 * FIELDS
+ALIGNMENT = 16
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+_OPS = "ADECHL"
+_PHASES = "fbw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """What a message belongs to; the receiver knows its own and compares."""
+
+    action: Action
+    sender: int
+    """Global rank."""
+    step: int
+    """Counts the batches of this run."""
+    attempt: int = 0
+    map_version: int = 0
+    """Version of the expert map by which rows were routed."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Shape [rows, columns] and dtype of one tensor of a message."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        raw = self.rows * self.columns * self.dtype.itemsize
+        return -(-raw // ALIGNMENT) * ALIGNMENT
+
+
+def message_bytes(sections: Sequence[Section]) -> int:
+    """Length of a message with these sections."""
+    return _start() + sum(section.nbytes for section in sections)
+
+
+def allocate(stamp: Stamp, sections: Sequence[Section], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A new message with its header filled in, and views of its sections to write rows into."""
+    message = torch.empty(message_bytes(sections), dtype=torch.uint8, device=device)
+    message[:HEADER_BYTES] = _header(stamp, sections, need=0).view(torch.uint8).to(device)
+    return message, _views(message, sections)
+
+
+def too_small(stamp: Stamp, need: int, device: torch.device) -> Tensor:
+    """A message without rows that asks the receiver for a buffer of `need` bytes; the real one follows."""
+    return _header(stamp, (), need=need).view(torch.uint8).to(device)
+
+
+def needed_bytes(message: Tensor, expected: Stamp) -> int:
+    """Bytes that the sender asks for, or 0 where this message is the real one."""
+    fields = _fields(message, expected)
+    _compare(fields, expected)
+    return fields[10]
+
+
+def read(message: Tensor, expected: Stamp) -> list[Tensor]:
+    """Views [rows, columns] of the sections, after the header has been compared with what the receiver waits for.
+
+    Raises StaleMessage where step, attempt or expert-map version differ and ProtocolError for any other difference.
+    """
+    fields = _fields(message, expected)
+    _compare(fields, expected)
+    try:
+        sections = [
+            Section(rows, columns, _DTYPES[code])
+            for rows, columns, code in zip(fields[11::3], fields[12::3], fields[13::3], strict=True)
+            if code >= 0
+        ]
+    except IndexError:
+        raise _error(expected, f"a known dtype, received header {fields}") from None
+    if any(s.rows < 0 or s.columns < 0 for s in sections) or message_bytes(sections) > message.numel():
+        raise _error(expected, f"at most {message.numel()} bytes, received sections {sections}")
+    return _views(message, sections)
+
+
+def expect(views: Sequence[Tensor], sections: Sequence[Section], expected: Stamp) -> None:
+    """Compare the sections of a reply with the rows that were asked for; raises ProtocolError."""
+    got = [Section(view.shape[0], view.shape[1], view.dtype) for view in views]
+    if got != list(sections):
+        raise _error(expected, f"{list(sections)}, received {got}")
+
+
+def _start() -> int:
+    return -(-HEADER_BYTES // ALIGNMENT) * ALIGNMENT
+
+
+def _header(stamp: Stamp, sections: Sequence[Section], need: int) -> Tensor:
+    action = stamp.action
+    fields = [MAGIC, stamp.step, stamp.attempt, stamp.map_version, _OPS.index(action.op), _PHASES.index(action.phase)]
+    fields += [action.layer, action.micro_batch, stamp.sender, len(sections), need]
+    for section in sections:
+        fields += [section.rows, section.columns, _DTYPES.index(section.dtype)]
+    fields += [0, 0, -1] * (SECTIONS - len(sections))
+    return torch.tensor(fields, dtype=torch.int64)
+
+
+def _fields(message: Tensor, expected: Stamp) -> list[int]:
+    if message.dtype != torch.uint8 or message.numel() < HEADER_BYTES:
+        raise _error(expected, f"a header of {HEADER_BYTES} bytes, received {message.numel()} of {message.dtype}")
+    return message[:HEADER_BYTES].view(torch.int64).tolist()
+
+
+def _compare(fields: list[int], expected: Stamp) -> None:
+    if fields[0] != MAGIC:
+        raise _error(expected, f"a header, received other bytes (first word {fields[0]:#x})")
+    if not (0 <= fields[4] < len(_OPS) and 0 <= fields[5] < len(_PHASES)):
+        raise _error(expected, f"a known action, received header {fields}")
+    action = Action(_OPS[fields[4]], fields[6], _PHASES[fields[5]], fields[7])
+    got = Stamp(action=action, sender=fields[8], step=fields[1], attempt=fields[2], map_version=fields[3])
+    if (got.step, got.attempt, got.map_version) != (expected.step, expected.attempt, expected.map_version):
+        raise StaleMessage(_sentence(expected, f"{expected}, received {got}"))
+    if got != expected:
+        raise _error(expected, f"{expected}, received {got}")
+
+
+def _error(expected: Stamp, difference: str) -> ProtocolError:
+    return ProtocolError(_sentence(expected, difference))
+
+
+def _sentence(expected: Stamp, difference: str) -> str:
+    action = expected.action
+    place = f"{action} (layer {action.layer}, micro-batch {action.micro_batch})"
+    return f"message {place} from rank {expected.sender}: expected {difference}"
+
+
+def _views(message: Tensor, sections: Sequence[Section]) -> list[Tensor]:
+    views, start = [], _start()
+    for section in sections:
+        raw = section.rows * section.columns * section.dtype.itemsize
+        views.append(message[start : start + raw].view(section.dtype).view(section.rows, section.columns))
+        start += section.nbytes
+    return views

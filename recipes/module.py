@@ -1,0 +1,62 @@
+"""The language model of the recipes: an ordinary LightningModule around a transformers model."""
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Batch = dict[str, torch.Tensor]
+
+
+class MoELanguageModel(L.LightningModule):
+    """A causal language model of any architecture of transformers, trained from scratch.
+
+    `config` is what transformers' AutoConfig takes: `model_type` and the fields of that architecture.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], lr: float = 1e-3, weight_decay: float = 0.1, warmup_steps: int = 20
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        fields = dict(config)
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Return the model's own loss: cross entropy, and the router's auxiliary loss where there is one."""
+        loss: torch.Tensor = self.model(**batch).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the cross entropy alone, in nats per token, so that it compares with an entropy."""
+        logits_BSV = self.model(input_ids=batch["input_ids"]).logits
+        loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Return the logits [B, V] of the token that follows each row."""
+        logits_BSV: torch.Tensor = self.model(input_ids=batch["input_ids"]).logits
+        return logits_BSV[:, -1].float()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return AdamW with a linear warm-up and a cosine decay to a tenth, per step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = LambdaLR(optimizer, lambda step: lr_factor(step, self.warmup_steps, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def lr_factor(step: int, warmup: int, total: int) -> float:
+    """Return the share of the peak learning rate at `step`: up to 1 over `warmup` steps, then a cosine down to 0.1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))

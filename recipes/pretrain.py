@@ -1,0 +1,88 @@
+"""Train a small Mixture-of-Experts language model on text: `lightning-afd pretrain`, or `python recipes/pretrain.py`.
+
+Settings are in conf/. What follows `run` needs torch; what precedes it is quick, so that wrong settings are said soon.
+"""
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_afd.corpus import check_files
+from lightning_afd.recipes.launch import launch
+from lightning_afd.recipes.ranks import check_ranks
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_afd.data import TextDataModule
+
+
+NOISE = (
+    ".*does not have many workers",  # the rows are in memory
+    ".*isinstance.treespec, LeafSpec",  # Lightning's own code
+    "Using `DistributedSampler` with the dataloaders",  # some held-out rows count twice: harmless here
+)
+
+OmegaConf.register_new_resolver("at_most", lambda limit, steps: min(limit, steps) if steps > 0 else limit, replace=True)
+
+
+def main() -> None:
+    """Compose, check and start what the command line asks for."""
+    launch("pretrain", check)
+
+
+def check(config: DictConfig) -> None:
+    """Raise AFDError if the composed settings cannot work."""
+    check_files(config.data.files)
+    check_ranks(config)
+
+
+def run(config: DictConfig) -> None:
+    """Train, validate and sample, on every rank of the job."""
+    import lightning as L
+    from hydra.utils import instantiate
+
+    for noise in NOISE:
+        warnings.filterwarnings("ignore", message=noise)
+    L.seed_everything(config.seed, workers=True)
+    datamodule = instantiate(config.data, _convert_="all")
+    module = instantiate(config.model, _convert_="all")
+    trainer = instantiate(trainer_settings(config), _convert_="all")
+    trainer.fit(module, datamodule)
+    report(trainer, module, datamodule, config)
+
+
+def trainer_settings(config: DictConfig) -> Any:
+    """Return the Trainer's arguments, the named callbacks as the list that Lightning takes; null removes one."""
+    settings = OmegaConf.to_container(config.trainer, resolve=True)
+    assert isinstance(settings, dict)
+    settings["callbacks"] = [callback for callback in settings["callbacks"].values() if callback is not None]
+    return settings
+
+
+def report(trainer: "L.Trainer", module: "L.LightningModule", datamodule: "TextDataModule", config: DictConfig) -> None:
+    """Validate the final weights, let the model write, and print both on rank 0; all ranks take part."""
+    from lightning_afd.recipes.sample import Sampling, sample
+
+    if trainer.progress_bar_callback is not None:
+        trainer.progress_bar_callback.disable()
+    trainer.validate(module, datamodule, verbose=False)
+    loss = float(trainer.callback_metrics["val_loss"])
+    sampling = Sampling(tokens=config.sample.tokens, temperature=config.sample.temperature, window=config.data.seq_len)
+    text = sample(trainer, module, datamodule.tokenizer, config.sample.prompt, sampling)
+    if trainer.is_global_zero:
+        lines = (verdict(loss, datamodule.entropy), f"sample   {text!r}", f"outputs  {config.output_dir}")
+        sys.stdout.write("\n" + "\n".join(lines) + "\n")
+
+
+def verdict(loss: float, entropy: float) -> str:
+    """Return the sentence that compares a validation loss with what token frequencies alone give, in nats per token."""
+    if loss < entropy:
+        return f"val_loss {loss:.3f} nats per token: below the {entropy:.3f} of token frequencies alone, it has learned"
+    return f"val_loss {loss:.3f} nats per token: NOT below the {entropy:.3f} of token frequencies alone, train longer"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""How many ranks a run needs, from the settings alone."""
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import Layout
+from lightning_afd.schedule.orders import ORDERS
+
+
+def ranks_per_node(groups: int, attention: int, ffn: int, num_nodes: int) -> int:
+    """Return the processes that each node starts for groups x (attention + ffn) ranks, rounded up."""
+    return -(-groups * (attention + ffn) // num_nodes)
+
+
+OmegaConf.register_new_resolver("ranks_per_node", ranks_per_node, replace=True)
+
+
+def check_ranks(config: DictConfig) -> None:
+    """Raise PlanError if a split layout's numbers, its order, or the ranks that would be started do not fit."""
+    strategy = config.strategy
+    if not isinstance(strategy, DictConfig) or "attention" not in strategy:
+        return
+    for key in ("attention", "ffn", "groups", "micro_batches"):
+        if type(strategy[key]) is not int or strategy[key] < 1:
+            raise PlanError(f"strategy.{key}={strategy[key]} is not a whole number of at least 1")
+    if strategy.order not in ORDERS:
+        raise PlanError(f"strategy.order={strategy.order} is not a choice; choices: {', '.join(sorted(ORDERS))}")
+    world = Layout(attention=strategy.attention, ffn=strategy.ffn, groups=strategy.groups).world
+    if type(config.devices) is not int:
+        raise PlanError(f"devices={config.devices} is not a whole number")
+    started = config.devices * config.cluster.num_nodes
+    if started != world:
+        raise PlanError(
+            f"devices={config.devices} on cluster.num_nodes={config.cluster.num_nodes} are {started} ranks, but "
+            f"strategy.groups={strategy.groups} x (strategy.attention={strategy.attention} + "
+            f"strategy.ffn={strategy.ffn}) are {world}: change attention and ffn, and leave devices to follow"
+        )

@@ -1,0 +1,233 @@
+"""`Trainer(strategy="afd")`: attention and experts on separate ranks, behind Lightning's strategy interface.
+
+Order of calls: setup_environment (process groups) -> setup (split, optimizers) -> training_step ... -> teardown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_afd.engine import Engine, make_plan
+from lightning_afd.errors import PlanError
+from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
+from lightning_afd.strategies.base import RankedStrategy
+from lightning_afd.strategies.checkpoints import RankCheckpoints
+from lightning_afd.strategies.config import AFDConfig
+from lightning_afd.strategies.driver import Driver, StepStats
+from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
+from lightning_afd.strategies.refusals import refuse_unsupported
+
+
+class AFDStrategy(RankedStrategy):
+    """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
+
+    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order, on_nonfinite, timeout. Options of
+    Lightning's own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin,
+    process_group_backend) are passed on. Raises MisconfigurationException for what cannot work.
+    """
+
+    strategy_name = "afd"
+
+    def __init__(self, **options: Any) -> None:
+        own = {name: options.pop(name) for name in AFDConfig.__dataclass_fields__ if name in options}
+        self.config = AFDConfig(**own)
+        super().__init__(timeout=self.config.timeout, **options)
+        self.engine: Engine | None = None
+        self.grad_norm: float | None = None
+        """Norm of all gradients of the last optimizer step, before clipping; None where nobody asked for it."""
+        self._driver: Driver | None = None
+        self._accumulating = False
+        self._checkpoints = RankCheckpoints(self)
+
+    @override
+    def _configure_launcher(self) -> None:
+        self.layout = self.config.layout(self.num_processes * self.num_nodes)
+        super()._configure_launcher()
+
+    @property
+    def stats(self) -> StepStats | None:
+        """Figures of the last step, equal on all ranks."""
+        return None if self._driver is None else self._driver.stats
+
+    @property
+    def driver(self) -> Driver:
+        assert self._driver is not None, "the strategy is not set up"
+        return self._driver
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        refuse_unsupported(trainer, module)
+        self.engine, layers = self._make_engine(module)
+        self.engine.place(module, layers)
+        self.model = self.precision_plugin.convert_module(module)
+        self._move_owned(module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self.engine.connect(layers, self.root_device)
+        self._driver = Driver(self.engine, module)
+        if not self.engine.is_attention:
+            silence_batch_hooks(module)
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self._separate_random_numbers()
+
+    def _make_engine(self, module: pl.LightningModule) -> tuple[Engine, Any]:
+        """The engine of this rank, after all ranks have compared their plans."""
+        config = self.config
+        try:
+            plan, layers = make_plan(module, self.layout, order=config.order, micro_batches=config.micro_batches)
+        except PlanError as error:
+            raise MisconfigurationException(str(error)) from error
+        self.compare_plans(repr(plan))
+        return Engine(plan, self.global_rank, self.transport, self.transport), layers
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            drop_foreign(optimizer)
+
+    def _separate_random_numbers(self) -> None:
+        """Dropout differs between data replicas; replica 0 goes on as a single process would."""
+        index = self.layout.index_of(self.global_rank)
+        if index > 0:
+            torch.manual_seed(torch.initial_seed() + index)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        around = self.precision_plugin.train_step_context
+        return self._guarded(self.driver.train, (*args, *kwargs.values()), around, lambda: not self._accumulating)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", "val_step_context", (*args, *kwargs.values()))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", "test_step_context", (*args, *kwargs.values()))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        function, around = self.lightning_module.predict_step, self.precision_plugin.predict_step_context
+        return self._guarded(self.driver.predict, function, (*args, *kwargs.values()), around)
+
+    def _evaluate(self, step: str, context: str, args: tuple[Any, ...]) -> Any:
+        function, around = getattr(self.lightning_module, step), getattr(self.precision_plugin, context)
+        return self._guarded(self.driver.evaluate, function, args, around)
+
+    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a step; where another rank failed first, raise its reason instead of a broken connection."""
+        try:
+            return function(*args)
+        except Exception as error:
+            cause = self.report_failure(error)
+            raise cause from (None if cause is error else error)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning's context of the batches before the last one of an accumulation window: nothing is reduced."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Lightning's clip by norm, with the one norm of all ranks: dense parameters once, experts of all F ranks."""
+        assert self.engine is not None
+        counts = not self.engine.is_attention or self.layout.index_of(self.global_rank) == 0
+        parameters = self.driver.parameters
+        norm = measure_norm(parameters, self.engine.collectives, counts=counts)
+        self.grad_norm = norm.value
+        if norm.culprit is not None:
+            self._refuse_nonfinite(*norm.culprit)
+        clip_by_norm(parameters, norm.value, float(clip_val))
+
+    def _refuse_nonfinite(self, rank: int, number: int) -> None:
+        if self.config.on_nonfinite == "skip":
+            for parameter in self.driver.parameters:
+                parameter.grad = None
+            return
+        names = [name for name, p in self.lightning_module.named_parameters() if p.device.type != "meta"]
+        name = self.transport.broadcast_object(names[number] if rank == self.global_rank else None, rank)
+        worker = self.layout.worker_of(rank)
+        raise FloatingPointError(
+            f"the gradient of {name} on rank {rank} ({worker}) is not finite in step {self.lightning_module.global_step}: "
+            "lower the learning rate or check the data, or skip such steps with AFDStrategy(on_nonfinite='skip')"
+        )
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One replica per A rank; F ranks look like the first one until their loader is replaced."""
+        worker = self.layout.worker_of(self.global_rank)
+        index = self.layout.index_of(self.global_rank) if worker.role == "A" else 0
+        return {"num_replicas": self.layout.attention, "rank": index}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.engine is not None
+        return agree_on_length(dataloader, self.engine.collectives, is_attention=self.engine.is_attention)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are restored into what this rank owns after the split."""
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.owned_state()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._checkpoints.save(checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.load(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.restore_owned(checkpoint["state_dict"], strict=strict)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.remove(filepath)
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        if self.engine is not None and self._driver is not None:
+            self.engine.disconnect()
+            restore_batch_hooks(self.lightning_module)
+        self._driver = None
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        super().teardown()

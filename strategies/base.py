@@ -1,0 +1,213 @@
+"""What any strategy of this package is made of: ranks with roles, own process groups, and the first cause of a failure."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_afd.placement import Layout
+from lightning_afd.strategies.failure import FailureBoard
+from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
+
+
+class RankedStrategy(ParallelStrategy):
+    """Launching, process groups and collectives of a job whose ranks have roles."""
+
+    layout: Layout
+
+    def __init__(
+        self,
+        *,
+        timeout: timedelta,
+        cluster_environment: ClusterEnvironment | None = None,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(cluster_environment=cluster_environment, **options)
+        self._num_nodes = 1
+        self._timeout = timeout
+        self._backend = process_group_backend
+        self._groups: ProcessGroups | None = None
+        self._board: FailureBoard | None = None
+        self.transport: P2PTransport
+
+    # -- what Lightning's accelerator connector and launcher ask --------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning injects samplers and reduces logs only where this is True."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._backend
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    # -- process groups -------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self._set_world_ranks()
+        self._check_world()
+        self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        assert self.cluster_environment is not None
+        device = None if self.root_device.type == "cpu" else self.root_device
+        _init_dist_connection(self.cluster_environment, self._backend, timeout=self._timeout, device_id=device)
+        self._board = FailureBoard.create(self.global_rank, self.world_size)
+        self.compare_plans(repr(self.layout))
+        self._groups = ProcessGroups(self.layout, self.global_rank, self._timeout)
+        self._groups.warm(self.root_device)
+        self.transport = P2PTransport(self._groups, self.root_device)
+
+    def _set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def _check_world(self) -> None:
+        """A launcher from outside may have started another number of processes than the Trainer was told."""
+        if self.world_size != self.layout.world:
+            raise MisconfigurationException(
+                f"the layout {self.layout.describe()} needs {self.layout.world} ranks, but {self.world_size} were "
+                f"started: set devices and num_nodes so that their product is {self.layout.world}"
+            )
+
+    def compare_plans(self, mine: str) -> None:
+        """Collective: every rank must have made the same plan; raises MisconfigurationException on all ranks else."""
+        digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "big")
+        digests = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        own = torch.tensor([digest], dtype=torch.int64)
+        if self.root_device.type != "cpu":
+            digests, own = [d.to(self.root_device) for d in digests], own.to(self.root_device)
+        torch.distributed.all_gather(digests, own)
+        others = [rank for rank, other in enumerate(digests) if other.item() != digests[0].item()]
+        if others:
+            plan_0, plan_other = self.broadcast(mine, 0), self.broadcast(mine, others[0])
+            raise MisconfigurationException(
+                f"ranks 0 and {others[0]} were started with different plans ({len(others)} of {self.world_size} ranks "
+                f"differ from rank 0): {plan_0} against {plan_other}; start every rank with the same script and options"
+            )
+
+    # -- failure --------------------------------------------------------------------------------------------------
+
+    def report_failure(self, error: Exception) -> BaseException:
+        """Tell the others why this rank stops, or learn why another one has; then cut the connections."""
+        assert self._board is not None
+        cause = self._board.first_cause(error)
+        if cause is error:
+            self._board.post(error)
+        self._drop_groups()
+        self._board.linger()
+        return cause
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """A failure outside of a step (a hook, a callback, a logger) ends the other ranks too."""
+        if self._groups is not None and self._board is not None and isinstance(exception, Exception):
+            self.report_failure(exception)
+
+    def _drop_groups(self) -> None:
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            groups.destroy()
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+        torch.distributed.barrier(device_ids=ids)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src=src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the data replicas of this rank's group; an F rank, which has no data of its own, gets its value back."""
+        if not isinstance(tensor, Tensor) or self._groups is None:
+            return tensor
+        if group is None and self.layout.worker_of(self.global_rank).role == "F":
+            return tensor
+        return _sync_ddp_if_available(tensor, self._groups.replicas if group is None else group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks."""
+        if not _distributed_is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        torch.distributed.all_reduce(votes)
+        return int(votes.item()) == self.world_size if all else bool(votes.item())
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self._move_owned(self.lightning_module)
+
+    def _move_owned(self, module: torch.nn.Module) -> None:
+        """Move what this rank owns; parameters on the meta device belong to other ranks and stay there."""
+        device = self.root_device
+        module._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(device))
+        module._device = device  # type: ignore[assignment]
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        """As Lightning's, without moving the module: parameters of other ranks have no storage to move."""
+        self._drop_groups()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

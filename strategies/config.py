@@ -1,0 +1,76 @@
+"""The options of the AFD strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import Layout
+from lightning_afd.schedule.orders import ORDERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFDConfig:
+    """What a user may choose; the defaults divide the world in two equal halves."""
+
+    attention: int | Literal["auto"] = "auto"
+    """A ranks per group: data-parallel replicas of attention and everything dense."""
+    ffn: int | Literal["auto"] = "auto"
+    """F ranks per group: the routed experts are divided over them."""
+    groups: int = 1
+    """Interleaved groups per role."""
+    micro_batches: int = 4
+    """Parts that each batch is cut into; a batch with fewer rows uses fewer."""
+    order: str = "af-pipe"
+    """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """A gradient norm that is not finite ends the job with the rank and parameter, or nobody makes the step."""
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a rank waits for a message before it gives up."""
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise MisconfigurationException(f"order={self.order!r}: choose one of {', '.join(ORDERS)}")
+        if self.on_nonfinite not in ("error", "skip"):
+            raise MisconfigurationException(f"on_nonfinite={self.on_nonfinite!r}: choose 'error' or 'skip'")
+        if self.micro_batches < 1:
+            raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
+
+    def layout(self, world: int) -> Layout:
+        """The layout of a job with `world` ranks; raises MisconfigurationException where they do not fit."""
+        attention, ffn = self._sizes(world)
+        try:
+            layout = Layout(attention=attention, ffn=ffn, groups=self.groups)
+        except PlanError as error:
+            raise MisconfigurationException(str(error)) from None
+        if layout.world != world:
+            raise MisconfigurationException(
+                f"strategy afd with attention={attention}, ffn={ffn}, groups={self.groups} needs "
+                f"{layout.world} ranks ({layout.describe()}), but the Trainer has {world} (devices x num_nodes): "
+                f"set devices={layout.world}, or choose attention and ffn so that groups * (attention + ffn) = {world}"
+            )
+        return layout
+
+    def _sizes(self, world: int) -> tuple[int, int]:
+        """Attention and ffn ranks per group; what is left to choose gets the rest, or an equal half."""
+        if world < 2:
+            raise MisconfigurationException(
+                f"strategy afd needs at least 2 ranks, one for attention and one for experts, but the Trainer has "
+                f"{world}: set devices=2 or more (on CPU, devices='auto' is 1)"
+            )
+        per_group, rest = divmod(world, self.groups)
+        if self.attention == "auto" and self.ffn == "auto":
+            if rest or per_group % 2:
+                raise MisconfigurationException(
+                    f"strategy afd cannot divide {world} ranks into equal halves of {self.groups} group(s): "
+                    "set attention and ffn, for example AFDStrategy(attention=2, ffn=1)"
+                )
+            return per_group // 2, per_group // 2
+        if self.attention == "auto":
+            assert self.ffn != "auto"
+            return per_group - self.ffn, self.ffn
+        return self.attention, per_group - self.attention if self.ffn == "auto" else self.ffn

@@ -1,0 +1,134 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit_time import Paper, overhead
+
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import Worker
+from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.check import check, in_flight
+from lightning_afd.schedule.orders import ORDERS, build
+from lightning_afd.schedule.passes import forward_only
+from lightning_afd.schedule.shape import Schedule, Shape
+
+SHAPES = st.builds(
+    Shape,
+    layers=st.integers(1, 9),
+    groups=st.integers(1, 4),
+    micro_batches=st.integers(1, 13),
+    router_logits=st.booleans(),
+)
+GOLDEN = {
+    "sequential": """
+        A0: A0f0 D0f0 C0f0 A1f0 D1f0 C1f0 A2f0 A2b0 D1b0 C1b0 A1b0 D0b0 C0b0 A0b0
+            A0f1 D0f1 C0f1 A1f1 D1f1 C1f1 A2f1 A2b1 D1b1 C1b1 A1b1 D0b1 C0b1 A0b1
+        F0: D0f0 E0f0 C0f0 D1f0 E1f0 C1f0 D1b0 E1b0 C1b0 E1w0 D0b0 E0b0 C0b0 E0w0
+            D0f1 E0f1 C0f1 D1f1 E1f1 C1f1 D1b1 E1b1 C1b1 E1w1 D0b1 E0b1 C0b1 E0w1""",
+    "layer-major": """
+        A0: A0f0 D0f0 A0f1 D0f1 C0f0 A1f0 D1f0 C0f1 A1f1 D1f1 C1f0 A2f0 A2b0 D1b0 C1f1 A2f1 A2b1 D1b1
+            C1b0 A1b0 D0b0 C1b1 A1b1 D0b1 C0b0 A0b0 C0b1 A0b1
+        F0: D0f0 E0f0 C0f0 D0f1 E0f1 C0f1 D1f0 E1f0 C1f0 D1f1 E1f1 C1f1
+            D1b0 E1b0 C1b0 E1w0 D1b1 E1b1 C1b1 E1w1 D0b0 E0b0 C0b0 E0w0 D0b1 E0b1 C0b1 E0w1""",
+}
+GOLDEN["af-pipe"] = GOLDEN["layer-major"]  # two micro-batches are too few to begin with backward any earlier
+
+
+def text(schedule: Schedule) -> str:
+    return " ".join(schedule.text().split()[5:])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_golden_programs(order: str) -> None:
+    schedule = build(order, Shape(layers=2, micro_batches=2))
+    assert text(schedule) == " ".join(GOLDEN[order].split())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@settings(max_examples=40)
+@given(shape=SHAPES)
+def test_every_shape_can_be_executed(order: str, shape: Shape) -> None:
+    schedule = build(order, shape)
+    check(schedule)
+    check(forward_only(schedule))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@settings(max_examples=40)
+@given(shape=SHAPES)
+def test_one_machine_could_execute_an_order_from_its_start(order: str, shape: Shape) -> None:
+    seen: set[Action] = set()
+    for action in ORDERS[order](shape):
+        assert seen.issuperset(shape.producers(action))
+        seen.add(action)
+
+
+def test_unknown_order_lists_the_choices() -> None:
+    with pytest.raises(PlanError, match="order='1f1b' is not known: choose one of sequential, layer-major, af-pipe"):
+        build("1f1b", Shape(layers=1, micro_batches=1))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_leave_before_anything_else_is_computed(order: str, groups: int) -> None:
+    schedule = build(order, Shape(layers=4, groups=groups, micro_batches=5))
+    for program in schedule.programs.values():
+        for action, following in pairwise(program):
+            if action.op == "A" and action.phase == "b" and action.layer > 0:
+                assert following == Action("D", action.layer - 1, "b", action.micro_batch)
+            if action.op == "E" and action.phase == "b":
+                assert following == Action("C", action.layer, "b", action.micro_batch)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 7])
+def test_layer_major_dispatches_all_micro_batches_before_it_waits(micro_batches: int) -> None:
+    program = build("layer-major", Shape(layers=3, micro_batches=micro_batches)).programs[Worker("A", 0)]
+    first_wait = next(place for place, action in enumerate(program) if action.op == "C")
+    dispatched = [action for action in program[:first_wait] if action.op == "D"]
+    assert dispatched == [Action("D", 0, "f", m) for m in range(micro_batches)]
+    waits = build("sequential", Shape(layers=3, micro_batches=micro_batches)).programs[Worker("A", 0)]
+    assert waits[2] == Action("C", 0, "f", 0)
+
+
+def test_af_pipe_alternates_one_forward_and_one_backward() -> None:
+    schedule = build("af-pipe", Shape(layers=4, groups=2, micro_batches=24))
+    for worker, program in schedule.programs.items():
+        phases = [action.phase for action in program if action.op in "AE" and action.phase != "w" and action.layer < 4]
+        steady = phases[phases.index("b") : len(phases) - phases[::-1].index("f")]
+        assert "".join(steady) in "bf" * len(phases), worker
+        assert len(steady) > len(phases) / 3
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_af_pipe_overhead_floor(groups: int, rounds: int, runs: int) -> None:
+    """Per worker beyond the first: one forward, one backward and the two transfers between."""
+    shape = Shape(layers=groups * rounds, groups=groups, micro_batches=4 * groups * runs)
+    schedule = build("af-pipe", shape)
+    for transfer in (0.0, 0.25, 0.5, 1.0):
+        assert overhead(schedule, transfer) <= 1 + 2 + 2 * transfer
+    assert overhead(build("sequential", shape), 0.5) > 6
+
+
+@pytest.mark.parametrize("micro_batches", range(5, 33))
+def test_af_pipe_needs_no_round_number_of_micro_batches(micro_batches: int) -> None:
+    schedule = build("af-pipe", Shape(layers=6, groups=2, micro_batches=micro_batches))
+    assert overhead(schedule) <= 3
+    assert overhead(schedule, 0.5) <= 6
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("tail", [0.0, 1.0])
+def test_af_pipe_is_about_as_fast_as_holding_everything(groups: int, tail: float) -> None:
+    shape = Shape(layers=2 * groups, groups=groups, micro_batches=8 * groups)
+    times = {order: Paper(build(order, shape), transfer=0.5, tail=tail).makespan() for order in ORDERS}
+    assert times["af-pipe"] <= 1.02 * times["layer-major"] < 0.6 * times["sequential"]
+
+
+def test_af_pipe_holds_few_micro_batches() -> None:
+    shape = Shape(layers=8, groups=2, micro_batches=40)
+    pipe, major = build("af-pipe", shape), build("layer-major", shape)
+    assert [in_flight(major, worker) for worker in shape.workers()][-1] == 160
+    assert [in_flight(pipe, worker) for worker in shape.workers()] == [34, 29, 31, 27]

@@ -1,0 +1,47 @@
+import dataclasses
+
+import pytest
+
+from lightning_afd.errors import ScheduleError
+from lightning_afd.placement import Worker
+from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.check import check
+from lightning_afd.schedule.orders import build
+from lightning_afd.schedule.passes import forward_only, place_transfers
+from lightning_afd.schedule.shape import Schedule, Shape
+
+A0, F0 = Worker("A", 0), Worker("F", 0)
+
+
+def program(names: str) -> tuple[Action, ...]:
+    return tuple(map(Action.parse, names.split()))
+
+
+def names(actions: tuple[Action, ...]) -> str:
+    return " ".join(map(str, actions))
+
+
+def test_messages_sent_earlier_are_received_earlier() -> None:
+    """F works in another order than A: it has to take D0f0 off the channel before D0f1."""
+    shape = Shape(layers=1, micro_batches=2)
+    attention = "A0f0 A0f1 A1f0 A1b0 A1f1 A1b1 A0b0 A0b1"
+    experts = "E0f1 E0f0 E0b0 E0w0 E0b1 E0w1"
+    placed = place_transfers(Schedule(shape, "by hand", {A0: program(attention), F0: program(experts)}))
+    assert names(placed.programs[F0])[:30] == "D0f0 D0f1 E0f1 C0f1 E0f0 C0f0 "
+    assert names(placed.programs[A0])[20:45] == "C0f1 C0f0 A1f0 A1b0 D0b0 "
+    check(placed)
+
+
+def test_data_that_nobody_produces_is_an_error() -> None:
+    shape = Shape(layers=1, micro_batches=1)
+    with pytest.raises(ScheduleError, match="C0f0 is needed but never sent"):
+        place_transfers(Schedule(shape, "by hand", {A0: program("A0f0 A1f0"), F0: ()}))
+
+
+def test_forward_only_keeps_the_forward_phase_and_its_order() -> None:
+    schedule = build("sequential", Shape(layers=2, micro_batches=2))
+    forward = forward_only(schedule)
+    assert names(forward.programs[F0]) == "D0f0 E0f0 C0f0 D1f0 E1f0 C1f0 D0f1 E0f1 C0f1 D1f1 E1f1 C1f1"
+    assert forward == forward_only(forward)
+    assert forward.digest() != schedule.digest()
+    assert dataclasses.replace(forward, programs=schedule.programs) == schedule

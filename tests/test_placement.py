@@ -1,0 +1,77 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import ExpertMap, Layout, Worker, split_sizes
+
+LAYOUTS = st.builds(Layout, attention=st.integers(1, 4), ffn=st.integers(1, 4), groups=st.integers(1, 3))
+
+
+@pytest.mark.parametrize("name", ["A0", "F1", "A12"])
+def test_worker_name_parses_back(name: str) -> None:
+    assert str(Worker.parse(name)) == name
+
+
+@pytest.mark.parametrize("name", ["", "A", "B0", "A0 ", "a0", "F-1"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is no worker"):
+        Worker.parse(name)
+
+
+def test_workers_are_ordered() -> None:
+    workers = [Worker("F", 0), Worker("A", 1), Worker("A", 0)]
+    assert [str(worker) for worker in sorted(workers)] == ["A0", "A1", "F0"]
+
+
+def test_layout_spelled_out() -> None:
+    layout = Layout(attention=2, ffn=3, groups=2)
+    assert layout.world == 10
+    assert {str(worker): list(layout.ranks_of(worker)) for worker in layout.workers()} == {
+        "A0": [0, 1],
+        "A1": [2, 3],
+        "F0": [4, 5, 6],
+        "F1": [7, 8, 9],
+    }
+    assert layout.describe() == "2 x (2A + 3F)"
+    assert Layout(attention=2, ffn=3).describe() == "2A + 3F"
+
+
+@given(layout=LAYOUTS)
+def test_every_rank_has_one_place(layout: Layout) -> None:
+    ranks = [rank for worker in layout.workers() for rank in layout.ranks_of(worker)]
+    assert ranks == list(range(layout.world))
+    for rank in ranks:
+        assert layout.ranks_of(layout.worker_of(rank))[layout.index_of(rank)] == rank
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_ranks_outside_are_refused(rank: int) -> None:
+    with pytest.raises(PlanError, match=f"rank {rank} is outside of the layout's 4 ranks"):
+        Layout(attention=2, ffn=2).worker_of(rank)
+
+
+@pytest.mark.parametrize("name", ["attention", "ffn", "groups"])
+def test_sizes_are_checked(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name}=0"):
+        Layout(**{"attention": 1, "ffn": 1, "groups": 1} | {name: 0})
+
+
+def test_uneven_experts_are_split_into_contiguous_runs() -> None:
+    experts = ExpertMap.contiguous(7, 3)
+    assert experts.expert_to_rank == (0, 0, 0, 1, 1, 2, 2)
+    assert [experts.rank_to_experts(rank) for rank in range(3)] == [(0, 1, 2), (3, 4), (5, 6)]
+    assert experts.local_ids() == (0, 1, 2, 0, 1, 0, 1)
+
+
+def test_more_ranks_than_experts_leaves_ranks_empty() -> None:
+    assert split_sizes(2, 4) == [1, 1, 0, 0]
+    assert ExpertMap.contiguous(2, 4).rank_to_experts(3) == ()
+
+
+@given(expert_to_rank=st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_local_ids_count_within_the_owner(expert_to_rank: list[int]) -> None:
+    experts = ExpertMap(tuple(expert_to_rank), version=3)
+    for expert, (rank, local) in enumerate(zip(experts.expert_to_rank, experts.local_ids(), strict=True)):
+        assert experts.rank_to_experts(rank)[local] == expert
+    assert sum(len(experts.rank_to_experts(rank)) for rank in range(4)) == experts.experts
