@@ -1,4 +1,4 @@
-"""Make `Trainer(strategy="afd")` known to Lightning without importing it: planning commands need neither torch nor it."""
+"""Make `Trainer(strategy="afd")` known to Lightning without importing it: planning needs neither it nor torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an A rank does for each action of its program: attention segments, dispatch to F ranks, combine of their sums."""
+"""What an A rank does for each action of its program: attention, dispatch to F ranks, combine of their sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an F rank does for each action of its program: it gathers rows from all A ranks of its group and runs experts."""
+"""What an F rank does for each action of its program: it gathers the rows of all A ranks and runs experts."""
 
 from __future__ import annotations
 

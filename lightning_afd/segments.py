@@ -1,7 +1,7 @@
 """One micro-batch on an A rank: its coroutine, and the autograd graph cut at each MoE layer.
 
-Segment l (0..L) ends with the output `base` of MoE layer l without its experts; the next one starts at the new leaf
-h = base + y. So the graph of a step is L + 1 independent pieces, and dY of layer l is the gradient of h of segment l + 1.
+Segment l (0..L) ends with the output `base` of MoE layer l without its experts; the next one starts at the leaf
+h = base + y. So the graph of a step is L + 1 separate pieces, and dY of layer l is the gradient of h of segment l + 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UserStep:
     around: Callable[[], AbstractContextManager[Any]]
     """Context of the step (autocast), entered at each resume."""
     weight: float = 0.0
-    """Weight of this micro-batch's loss in the loss of the global batch; 0 for evaluation and for masked micro-batches."""
+    """Weight of this micro-batch's loss in the loss of the global batch; 0 for masked micro-batches."""
     loss_of: Callable[[Any], Tensor | None] = lambda result: None
     """Picks the loss out of what the step returned."""
 
@@ -80,7 +80,7 @@ class MicroBatch:
         pairs = [(out, grad) for out, grad in pairs if out.requires_grad and grad is not None]
         with self._host.backward():
             if pairs:
-                outs, grads = zip(*pairs, strict=True)
+                outs = [out for out, _ in pairs]
                 torch.autograd.backward(outs, [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
         return None if segment.h is None else self._take_dh(segment)
 

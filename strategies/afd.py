@@ -174,8 +174,9 @@ class AFDStrategy(RankedStrategy):
         name = self.transport.broadcast_object(names[number] if rank == self.global_rank else None, rank)
         worker = self.layout.worker_of(rank)
         raise FloatingPointError(
-            f"the gradient of {name} on rank {rank} ({worker}) is not finite in step {self.lightning_module.global_step}: "
-            "lower the learning rate or check the data, or skip such steps with AFDStrategy(on_nonfinite='skip')"
+            f"the gradient of {name} on rank {rank} ({worker}) is not finite in step "
+            f"{self.lightning_module.global_step}: lower the learning rate or check the data, "
+            "or skip such steps with AFDStrategy(on_nonfinite='skip')"
         )
 
     # -- data -----------------------------------------------------------------------------------------------------

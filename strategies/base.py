@@ -1,4 +1,4 @@
-"""What any strategy of this package is made of: ranks with roles, own process groups, and the first cause of a failure."""
+"""What any strategy of this package is made of: ranks with roles, process groups, the first cause of a failure."""
 
 from __future__ import annotations
 

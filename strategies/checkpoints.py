@@ -1,4 +1,4 @@
-"""Checkpoints of a job in which each rank owns a part: a directory with one file per rank, committed by its meta file."""
+"""Checkpoints of a job in which each rank owns a part: a directory with a file per rank, committed by its meta file."""
 
 from __future__ import annotations
 

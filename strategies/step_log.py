@@ -1,4 +1,4 @@
-"""`self.log` of user code that runs once per micro-batch: recorded on A ranks, agreed, and replayed once on every rank."""
+"""`self.log` of code that runs once per micro-batch: recorded on A ranks, agreed, and replayed once on every rank."""
 
 from __future__ import annotations
 

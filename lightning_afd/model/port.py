@@ -188,7 +188,7 @@ class Boundary:
             )
 
     def _run_probed(self, coroutine: Coroutine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer's first call: also refuse a layer in which the output is not base + experts, as h = base + y assumes.
+        """The layer's first call: also refuse a layer whose output is not base + experts, as h = base + y assumes.
 
         The derivative of the output with respect to what the port returned must be the identity.
         """
@@ -226,7 +226,7 @@ class Boundary:
 
 
 def install(host: Host, layers: Iterable[MoELayer]) -> Callable[[], None]:
-    """Patch the layers of an A rank in place (no wrapper modules, all names stay); returns the function that undoes it."""
+    """Patch the layers of an A rank in place (no wrapper modules, all names stay); returns what undoes it."""
     undo: list[Callable[[], None]] = []
     for layer in layers:
         port = Port(host, layer)
@@ -240,14 +240,14 @@ def install(host: Host, layers: Iterable[MoELayer]) -> Callable[[], None]:
 
 
 def _collect_last(module: nn.Module) -> None:
-    """Let transformers' collector of router logits, where it is installed already, run behind the hook of this module."""
+    """Let transformers' collector of router logits, where it is installed already, run behind our hook."""
     for key, hook in list(module._forward_hooks.items()):
         if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
             module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
 
 class _LogitsLeaf:
-    """Hand the router's logits to the rest of the model as a leaf, so that an auxiliary loss stays in the tail segment."""
+    """Hand the router's logits to the rest of the model as a leaf: an auxiliary loss stays in the tail segment."""
 
     def __init__(self, host: Host, layer: MoELayer) -> None:
         self._host = host

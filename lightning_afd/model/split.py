@@ -71,7 +71,7 @@ def keep_attention(layers: Iterable[MoELayer]) -> None:
 
 
 def keep_experts(root: nn.Module, layers: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> None:
-    """Make F rank number `index` of this process: only its own experts stay, everything else goes to the meta device."""
+    """Make F rank number `index` of this process: only its own experts stay, all else goes to the meta device."""
     for layer, expert_map in zip(layers, expert_maps, strict=True):
         shard_experts(layer.experts, expert_map.rank_to_experts(index))
     _to_meta(root, keep=frozenset(id(parameter) for parameter in expert_parameters(layers)))
@@ -103,7 +103,7 @@ def _decoder_layer_of(root: nn.Module, experts_name: str) -> str:
         if isinstance(root.get_submodule(".".join(parts[:depth])), nn.ModuleList):
             return ".".join(parts[: depth + 1])
     raise PlanError(
-        f"the experts {experts_name} belong to no list of decoder layers: expected an nn.ModuleList of layers above them"
+        f"the experts {experts_name} belong to no list of decoder layers: expected an nn.ModuleList above them"
     )
 
 

@@ -1,7 +1,7 @@
 """Messages of the schedule between A and F ranks: stamped, checked, and received into buffers that were posted ahead.
 
-The size of a dispatch depends on the routing, so its receiver posts a buffer of an agreed capacity: the largest one that
-the sender asked for in earlier steps. A dispatch that does not fit (all of the first step) is announced by a message
+The size of a dispatch depends on the routing, so its receiver posts a buffer of an agreed capacity: the largest one
+that the sender asked for in earlier steps. A dispatch that does not fit (all of the first step) is announced by a message
 without rows that says how much is needed. All other messages answer one with known rows, so their sizes are exact.
 """
 

@@ -59,7 +59,7 @@ class LocalNetwork:
         self.sent_bytes[route] = self.sent_bytes.get(route, 0) + message.numel()
 
     def take(self, channel: Channel, sender: int, receiver: int, tag: int) -> Tensor:
-        """Wait for a message; `hold(channel, tag)` may keep it back for as long as another rank can do anything else."""
+        """Wait for a message; `hold(channel, tag)` may keep it back while another rank can do something."""
         key = (channel, sender, receiver, tag)
         self.wait_until(
             receiver,

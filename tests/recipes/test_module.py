@@ -1,5 +1,6 @@
 """The recipes' language model and the text that it writes, in one process."""
 
+import itertools
 import math
 import warnings
 
@@ -24,7 +25,7 @@ def test_each_model_starts_at_the_loss_of_a_guess(model: str) -> None:
     tokens = torch.randint(0, 300, (2, 16))
     output = module.model(input_ids=tokens, labels=tokens)
     output.loss.backward()
-    assert float(output.loss) == pytest.approx(math.log(300), abs=0.3)
+    assert output.loss.item() == pytest.approx(math.log(300), abs=0.3)
     assert module.predict_step({"input_ids": tokens}, 0).shape == (2, 300)
     assert all(parameter.grad is not None for parameter in module.parameters())
 
@@ -34,7 +35,7 @@ def test_learning_rate_rises_then_falls() -> None:
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == pytest.approx(1.0)
     assert factors[20] == pytest.approx(0.1)
-    assert all(later <= earlier for earlier, later in zip(factors[4:], factors[5:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(factors[4:]))
     assert lr_factor(0, 0, 0) == pytest.approx(1.0)
 
 
