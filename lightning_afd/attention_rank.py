@@ -128,7 +128,8 @@ class AttentionRank:
     def _combine(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
         sent = flight.routes[action.layer]
-        parts = [posted.wait()[0] for posted in flight.posted]
+        posted, flight.posted = flight.posted, []
+        parts = [answer.wait()[0] for answer in posted]
         self._link.release(action.micro_batch)
         flight.y_TH = sent.route.sum_copies(parts, sent.x_dtype)
         if not self._training:
@@ -168,7 +169,8 @@ class AttentionRank:
     def _combine_gradient(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
         sent = flight.routes.pop(action.layer)
-        parts = [posted.wait() for posted in flight.posted]
+        posted, flight.posted = flight.posted, []
+        parts = [answer.wait() for answer in posted]
         self._link.release(action.micro_batch)
         flight.dx_TH = sent.route.sum_copies([dx for dx, _ in parts], sent.x_dtype)
         flight.dw_TK = sent.route.sum_copies([dw for _, dw in parts], sent.w_dtype)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import split_sizes
@@ -32,7 +31,7 @@ def split_batch(batch: Any, micro_batches: int) -> list[Any]:
 
 def batch_rows(batch: Any) -> int:
     """Rows of a batch: the first dimension that all of its tensors share."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim() > 0}
     remedy = "define afd_split(batch, micro_batches) in the LightningModule; it returns a list of batches"
     if not sizes:
         raise PlanError(f"a batch of type {type(batch).__name__} holds no tensor with rows to split: {remedy}")
@@ -61,7 +60,12 @@ def merge_outputs(outputs: list[Any], weights: list[float], loss: Tensor) -> Any
     if not outputs or not isinstance(outputs[0], Mapping):
         return loss
     merged: dict[str, Any] = {"loss": loss}
-    for key in outputs[0]:
+    keys = list(outputs[0])
+    if any(list(output) != keys for output in outputs):
+        raise PlanError(
+            f"training_step returned the entries {keys} and others for another micro-batch: return the same"
+        )
+    for key in keys:
         if key != "loss":
             merged[key] = _merge([output[key] for output in outputs], weights)
     return merged
@@ -72,10 +76,18 @@ def _merge(values: list[Any], weights: list[float]) -> Any:
         return torch.cat(values)
     if all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0) for value in values):
         total = sum(weights)
-        return (
-            sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else values[0]
-        )
+        weighted = [value * weight for value, weight in zip(values, weights, strict=True) if weight]  # 0 x NaN is NaN
+        return sum(weighted) / total if total else values[0]
     return values
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in mappings, lists and tuples: what `_slice` cuts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
 
 
 def _slice(value: Any, rows: int, start: int, end: int) -> Any:
@@ -85,7 +97,7 @@ def _slice(value: Any, rows: int, start: int, end: int) -> Any:
         items = {key: _slice(item, rows, start, end) for key, item in value.items()}
         return items if type(value) is dict else _like(value, items)
     if isinstance(value, (list, tuple)) and not isinstance(value, str):
-        if len(value) == rows and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        if len(value) == rows and not any(True for _ in _tensors(value)):
             return value[start:end]
         items_ = [_slice(item, rows, start, end) for item in value]
         return type(value)(*items_) if hasattr(value, "_fields") else type(value)(items_)

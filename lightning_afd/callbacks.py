@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+
+from lightning_afd.draw import draw_timeline
 
 
 class StepMonitor(pl.Callback):
@@ -20,3 +23,25 @@ class StepMonitor(pl.Callback):
             return
         pl_module.log("tokens_per_s", stats.tokens / stats.seconds, prog_bar=True, batch_size=1)
         pl_module.log("exposed", stats.exposed, prog_bar=True, batch_size=1)
+
+
+class TimelinePicture(pl.Callback):
+    """Draw what every rank did during one training step: `path` (png, svg or pdf) is written after step `step`.
+
+    Does nothing under other strategies.
+    """
+
+    def __init__(self, path: str, step: int = 50) -> None:
+        self._path = Path(path)
+        self._step = step
+        self._drawn = False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self._drawn or trainer.global_step < self._step or not hasattr(trainer.strategy, "gather_timeline"):
+            return
+        self._drawn = True
+        timeline = trainer.strategy.gather_timeline()
+        if timeline is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            order = trainer.strategy.config.order
+            draw_timeline(timeline, self._path, f"step {trainer.global_step}, order {order}")

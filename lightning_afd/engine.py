@@ -15,7 +15,14 @@ from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.port import Host, install
 from lightning_afd.model.routing import Router
-from lightning_afd.model.split import MoELayer, find_moe_layers, keep_attention, keep_experts
+from lightning_afd.model.split import (
+    MoELayer,
+    find_moe_layers,
+    keep_attention,
+    keep_experts,
+    mark_placed,
+    placed_at,
+)
 from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action
@@ -83,7 +90,17 @@ class Engine:
         return self.worker.role == "A"
 
     def place(self, root: nn.Module, layers: Sequence[MoELayer]) -> None:
-        """Leave this rank only the parameters that it owns; the others go to the meta device under the same names."""
+        """Leave this rank only the parameters that it owns; the others go to the meta device under the same names.
+
+        A model that was placed like this before stays as it is; raises PlanError where it was placed otherwise.
+        """
+        place = f"rank {self.rank} of {self.plan.layout.describe()}"
+        before = placed_at(layers)
+        if before is not None and before != place:
+            raise PlanError(f"this model was split for {before} and cannot serve {place}: build a new one")
+        if before is not None:
+            return
+        mark_placed(layers, place)
         if self.is_attention:
             keep_attention(layers)
         else:

@@ -129,7 +129,8 @@ class FFNRank:
         for peer, wanted, tensors in zip(self._a_ranks, sections, item.out, strict=True):
             message, views = self._link.allocate(action, wanted)
             for view, tensor in zip(views, tensors, strict=False):
-                view.copy_(tensor)
+                if view.numel():  # an A rank without rows doesn't say how wide they would be
+                    view.copy_(tensor)
             self._link.send(action, peer, message)
         item.out = []
 

@@ -46,6 +46,8 @@ class MicroBatch:
     def forward(self, layer: int, layers: int, y_TH: Tensor | None) -> Segment | None:
         """Run segment `layer` with the experts' sums of the layer before; None after the tail (segment `layers`)."""
         h = None if layer == 0 else self._join(self._segments[layer - 1], y_TH)
+        if not torch.is_grad_enabled():  # evaluation
+            self._segments.clear()
         segment = self._coroutine.resume(h)
         if self._coroutine.finished != (layer == layers):
             raise PlanError(
@@ -69,6 +71,8 @@ class MicroBatch:
         if loss is not None and self._step.weight != 0.0:
             with self._host.backward():
                 torch.autograd.backward([loss], [torch.full_like(loss, self._step.weight)])
+        elif loss is not None:
+            _give_zeros(loss)
         return self._take_dh(segment)
 
     def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor) -> Tensor | None:
@@ -104,3 +108,17 @@ class MicroBatch:
         self._dh = torch.zeros_like(h) if h.grad is None else h.grad
         h.grad = None
         return self._dh
+
+
+def _give_zeros(loss: Tensor) -> None:
+    """Give the leaves of a masked loss zero gradients, not None and not 0 x NaN: decay and momentum still act."""
+    nodes, seen = [loss.grad_fn], {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf)

@@ -30,8 +30,9 @@ class Timeline:
     layout: Layout
     spans: tuple[Span, ...]
 
-    def role(self, span: Span) -> Role:
-        return self.layout.worker_of(span.rank).role
+    def waits(self, span: Span) -> bool:
+        """Whether the span is a receive."""
+        return span.action.op == received_op(self.layout.worker_of(span.rank).role)
 
     def exposed(self, rank: int) -> float:
         """Share of a rank's step in which it waits for messages (0..1)."""
@@ -47,6 +48,10 @@ def exposed_share(spans: Sequence[Span], role: Role) -> float:
 
 
 def waiting_seconds(spans: Iterable[Span], role: Role) -> float:
-    """Seconds in receives: an A rank receives combines, an F rank dispatches."""
-    op = "C" if role == "A" else "D"
-    return sum(span.seconds for span in spans if span.action.op == op)
+    """Seconds in receives."""
+    return sum(span.seconds for span in spans if span.action.op == received_op(role))
+
+
+def received_op(role: Role) -> str:
+    """What a rank waits for: an A rank for combines, an F rank for dispatches."""
+    return "C" if role == "A" else "D"

@@ -5,7 +5,7 @@ Order of calls: setup_environment (process groups) -> setup (split, optimizers) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.split import MoELayer
 from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.checkpoints import RankCheckpoints
@@ -26,6 +27,7 @@ from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
 from lightning_afd.strategies.refusals import refuse_unsupported
+from lightning_afd.timeline import Timeline
 
 
 class AFDStrategy(RankedStrategy):
@@ -59,6 +61,15 @@ class AFDStrategy(RankedStrategy):
         """Figures of the last step, equal on all ranks."""
         return None if self._driver is None else self._driver.stats
 
+    def gather_timeline(self) -> Timeline | None:
+        """Collective: the spans of the last step of all ranks, on rank 0; None on the others.
+
+        Times are comparable between ranks of one host.
+        """
+        assert self.engine is not None
+        spans = self.transport.gather_object(self.engine.runtime.spans)
+        return None if spans is None else Timeline(self.layout, tuple(span for part in spans for span in part))
+
     @property
     def driver(self) -> Driver:
         assert self._driver is not None, "the strategy is not set up"
@@ -73,7 +84,7 @@ class AFDStrategy(RankedStrategy):
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module)
         self.engine, layers = self._make_engine(module)
-        self.engine.place(module, layers)
+        self._place(module, layers)
         self.model = self.precision_plugin.convert_module(module)
         self._move_owned(module)
         if fitting:
@@ -97,6 +108,13 @@ class AFDStrategy(RankedStrategy):
             raise MisconfigurationException(str(error)) from error
         self.compare_plans(repr(plan))
         return Engine(plan, self.global_rank, self.transport, self.transport), layers
+
+    def _place(self, module: pl.LightningModule, layers: Sequence[MoELayer]) -> None:
+        assert self.engine is not None
+        try:
+            self.engine.place(module, layers)
+        except PlanError as error:
+            raise MisconfigurationException(str(error)) from error
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

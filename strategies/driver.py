@@ -70,7 +70,8 @@ class Driver:
             results = self.engine.run(steps, agreed.micro_batches, training=True)
         self._stash.end()
         losses = [_loss_value(result) * step.weight for result, step in zip(results, steps, strict=True) if step.weight]
-        loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
+        with around():  # where Lightning itself would log: metrics take the default dtype of this context
+            loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
         made = installing_loss(loss, partial(self._install, last_of_window=last_of_window))
         return merge_outputs(results, weights, made)
 
@@ -78,7 +79,8 @@ class Driver:
         """One batch of validation or test, forward only; returns the user's output on A ranks and None on F ranks."""
         with self._recorder.capture(self._module):
             results = self._run_forward(function, args, around)
-        self._share(torch.zeros(()), 0.0, by_rows=True)
+        with around():
+            self._share(torch.zeros(()), 0.0, by_rows=True)
         return results[0] if results else None
 
     def predict(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -120,7 +121,9 @@ class Model(pl.LightningModule):
     def __init__(self, model: nn.Module, train: Sequence[Batch], val: Sequence[Batch] = (), *, aux: float = 0.0) -> None:
         super().__init__()
         self.model, self.batches, self.val_batches, self.aux = model, train, val, aux
-        self.optimizer: Callable[..., Any] = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
+        self.optimizer: Callable[..., Any] = partial(torch.optim.SGD, lr=1.0)
+        self.gradients: State = {}
+        """Copies of the gradients of the last optimizer step."""
 
     def loss(self, batch: Batch) -> Tensor:
         """Cross entropy, with the auxiliary loss where the model has one."""
@@ -139,8 +142,12 @@ class Model(pl.LightningModule):
         """Log the loss."""
         self.log("val_loss", self.loss(batch), batch_size=len(batch["labels"]))
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Keep what the optimizer is about to use."""
+        self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
     def configure_optimizers(self) -> Any:
-        """Plain SGD, so that one step shows the gradient."""
+        """Plain SGD unless a test sets another one."""
         return self.optimizer(self.parameters())
 
     def train_dataloader(self) -> Steps:

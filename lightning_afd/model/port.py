@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.split import MoELayer
@@ -36,6 +37,8 @@ class Segment:
     x_TH: Tensor | None = None
     idx_TK: Tensor | None = None
     w_TK: Tensor | None = None
+    with_grad: bool = False
+    """Whether the experts were called with gradients enabled."""
     wire_dtype: torch.dtype | None = None
     """Dtype in which x travels under autocast; None: as it is."""
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -81,7 +84,8 @@ class Coroutine:
         if state != self._outside:
             raise PlanError(
                 f"the step holds a context at {layer_name} that would leak into other micro-batches "
-                f"({_difference(self._outside, state)}): leave it before the model is called"
+                f"({_difference(self._outside, state)}): leave it before the model is called; activation checkpointing "
+                "belongs inside the layer's forward, with use_reentrant=False"
             )
         parent = self._greenlet.parent
         assert parent is not None
@@ -152,6 +156,7 @@ class Port:
                 "a step must run the model's layers once, in order"
             )
         segment.x_TH, segment.idx_TK, segment.w_TK = x_TH, idx_TK, w_TK
+        segment.with_grad = torch.is_grad_enabled()
         if torch.is_autocast_enabled(x_TH.device.type):
             segment.wire_dtype = torch.get_autocast_dtype(x_TH.device.type)
         if self._index not in self._host.probed:
@@ -180,8 +185,7 @@ class Boundary:
     def _check(self, segment: Segment) -> None:
         if segment.x_TH is None:
             raise PlanError(f"{self._layer.name} did not call its experts: a layer must route in every step")
-        base, x_TH = segment.base, segment.x_TH
-        if torch.is_grad_enabled() and base is not None and base.requires_grad and not x_TH.requires_grad:
+        if torch.is_grad_enabled() and not segment.with_grad:
             raise PlanError(
                 f"{self._layer.name} runs its experts without gradients: activation checkpointing with "
                 "use_reentrant=True (or no_grad) around the layer cannot be split; use use_reentrant=False"
@@ -194,8 +198,11 @@ class Boundary:
         """
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = tree_map_only(Tensor, _normal, (args, kwargs))
             out = self._original(*args, **kwargs)
-            if self._port.probe is not None:
+            self._check(coroutine.segment)
+            assert self._port.probe is not None
+            with self._host.backward():  # a checkpointed layer may be computed again
                 self._refuse_unless_additive(_hidden(out), self._port.probe)
                 self._refuse_used_logits(coroutine.segment)
         self._port.probe = None
@@ -231,19 +238,24 @@ def install(host: Host, layers: Iterable[MoELayer]) -> Callable[[], None]:
     for layer in layers:
         port = Port(host, layer)
         for module in _beside_experts(layer):
-            undo.append(module.register_forward_hook(_LogitsLeaf(host, layer)).remove)
-            _collect_last(module)
+            # First of all hooks: those that collect router logits shall see the leaf, also where they are older.
+            undo.append(module.register_forward_hook(_LogitsLeaf(host, layer), prepend=True).remove)
         for module, forward in ((layer.layer, Boundary(host, layer, port)), (layer.experts, port)):
-            module.forward = forward  # type: ignore[assignment]
-            undo.append(lambda module=module: module.__dict__.pop("forward", None))  # type: ignore[misc]
+            undo.append(_patch(module, forward))
     return lambda: [step() for step in undo] and None
 
 
-def _collect_last(module: nn.Module) -> None:
-    """Let transformers' collector of router logits, where it is installed already, run behind our hook."""
-    for key, hook in list(module._forward_hooks.items()):
-        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
-            module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
+def _patch(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give one instance another forward; the returned function puts back what was there, on the instance or not."""
+    before = module.__dict__.pop("forward", None)
+    module.forward = forward  # type: ignore[assignment]
+
+    def restore() -> None:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+    return restore
 
 
 class _LogitsLeaf:
@@ -255,7 +267,7 @@ class _LogitsLeaf:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         coroutine = self._host.active
-        if coroutine is None or not _is_routing(output, self._layer.num_experts):
+        if coroutine is None or self._host.in_backward or not _is_routing(output, self._layer.num_experts):
             return output
         logits = output[0]
         leaf = logits.detach().requires_grad_()
@@ -287,7 +299,9 @@ def context_state() -> tuple[object, ...]:
     functions = torch.overrides._get_current_function_mode_stack()
     dispatches = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     grad = ("grad", torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    return (grad, *autocast, ("function modes", *map(id, functions)), ("dispatch modes", *map(id, dispatches)))
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) or ()  # checkpointing, save_on_cpu
+    modes = (("function modes", *map(id, functions)), ("dispatch modes", *map(id, dispatches)))
+    return (grad, *autocast, *modes, ("saved tensor hooks", *map(id, hooks)))
 
 
 def _difference(before: tuple[object, ...], after: tuple[object, ...]) -> str:
@@ -298,6 +312,11 @@ def _hidden(out: Any) -> Tensor:
     hidden = out[0] if isinstance(out, tuple) else out
     assert isinstance(hidden, Tensor)
     return hidden
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    """A tensor that autograd can save, also where `tensor` was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _detached(out: Any) -> Any:

@@ -50,7 +50,7 @@ def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
             name=layer_name,
             layer=layer,
             experts=experts,
-            num_experts=next(experts.parameters()).shape[0],
+            num_experts=_num_experts(experts),
             top_k=_top_k_of(layer),
         )
     _check_one_stack(layers)
@@ -77,6 +77,27 @@ def keep_experts(root: nn.Module, layers: Sequence[MoELayer], expert_maps: Seque
     _to_meta(root, keep=frozenset(id(parameter) for parameter in expert_parameters(layers)))
 
 
+@dataclass(frozen=True)
+class Placed:
+    """What an experts module remembers after the split, so that a later fit or test finds it placed."""
+
+    num_experts: int
+    place: str
+    """Which rank of which layout the rest of the model was left to."""
+
+
+def mark_placed(layers: Iterable[MoELayer], place: str) -> None:
+    """Remember on the modules themselves that they were placed."""
+    for layer in layers:
+        layer.experts.afd_placed = Placed(layer.num_experts, place)  # type: ignore[assignment]
+
+
+def placed_at(layers: Iterable[MoELayer]) -> str | None:
+    """Where these layers were placed before; None for a whole model."""
+    marks = [mark.place for layer in layers if (mark := _mark(layer.experts)) is not None]
+    return marks[0] if marks else None
+
+
 def owned_bytes(root: nn.Module) -> int:
     """Bytes of all parameters that this process really holds."""
     return sum(p.numel() * p.element_size() for p in root.parameters() if p.device.type != "meta")
@@ -91,6 +112,7 @@ def _to_meta(root: nn.Module, *, keep: frozenset[int]) -> None:
                 continue
             if id(parameter) not in replaced:
                 meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                vars(meta).update(vars(parameter))  # such as a mark by which configure_optimizers sorts parameters
                 replaced[id(parameter)] = meta
                 keep = keep | {id(meta)}
             module._parameters[name] = replaced[id(parameter)]
@@ -105,6 +127,15 @@ def _decoder_layer_of(root: nn.Module, experts_name: str) -> str:
     raise PlanError(
         f"the experts {experts_name} belong to no list of decoder layers: expected an nn.ModuleList above them"
     )
+
+
+def _num_experts(experts: nn.Module) -> int:
+    mark = _mark(experts)
+    return next(experts.parameters()).shape[0] if mark is None else mark.num_experts
+
+
+def _mark(experts: nn.Module) -> Placed | None:
+    return getattr(experts, "afd_placed", None)
 
 
 def _top_k_of(layer: nn.Module) -> int:

@@ -57,6 +57,13 @@ def tag_of(layer: int, micro_batch: int, part: int = 0) -> int:
     return (layer * 2 + part) * MAX_MICRO_BATCHES + micro_batch
 
 
+def name_of(channel: Channel, tag: int) -> str:
+    """The action that a message belongs to (`D3f0`), for errors."""
+    rest, micro_batch = divmod(tag, MAX_MICRO_BATCHES)
+    layer, part = divmod(rest, 2)
+    return f"{channel[0]}{layer}{channel[1]}{micro_batch}" + (" (larger buffer)" if part else "")
+
+
 def micro_batch_of(tag: int) -> int:
     """The micro-batch of `tag_of`'s number."""
     return tag % MAX_MICRO_BATCHES

@@ -1,8 +1,9 @@
 """Messages of the schedule between A and F ranks: stamped, checked, and received into buffers that were posted ahead.
 
 The size of a dispatch depends on the routing, so its receiver posts a buffer of an agreed capacity: the largest one
-that the sender asked for in earlier steps. A dispatch that does not fit (all of the first step) is announced by a message
-without rows that says how much is needed. All other messages answer one with known rows, so their sizes are exact.
+that the sender asked for in earlier steps. A dispatch that does not fit (all of the first step) is announced by a
+message without rows that says how much is needed. All other messages answer one with known rows, so their sizes are
+exact.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lightning_afd.transport.wire import (
     Stamp,
     allocate,
     expect,
+    expect_dispatch,
     message_bytes,
     needed_bytes,
     read,
@@ -123,7 +125,9 @@ class PostedDispatch:
         need = needed_bytes(message, expected)
         if need:
             message = self._link.grown(self._action, self._peer, need).wait()
-        return read(message, expected)
+        views = read(message, expected)
+        expect_dispatch(views, expected)
+        return views
 
 
 def channel_of(action: Action) -> Channel:

@@ -7,6 +7,7 @@ deadlock and is reported at once with what each rank waits for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_afd.errors import ProtocolError
 from lightning_afd.placement import Layout
-from lightning_afd.transport.base import Channel
+from lightning_afd.transport.base import Channel, name_of
 
 
 class LocalNetwork:
@@ -36,6 +37,8 @@ class LocalNetwork:
         """Run one function per rank to the end; returns their results, raises the first exception."""
         self._hub = getcurrent()
         ranks = [greenlet(function) for function in functions]
+        for rank in ranks:
+            rank.gr_context = copy_context()
         results: list[Any] = [None] * len(ranks)
         while any(not rank.dead for rank in ranks):
             before = self._progress
@@ -48,13 +51,17 @@ class LocalNetwork:
             if self._progress == before:
                 waits = "; ".join(f"rank {rank} waits for {what}" for rank, what in sorted(self._waiting.items()))
                 raise ProtocolError(f"deadlock: {waits}")
+        if self._mail:
+            left = (f"{name_of(c, tag)} from rank {s} to rank {r}" for c, s, r, tag in sorted(self._mail))
+            raise ProtocolError(f"messages that nobody received: {'; '.join(left)}")
         return results
 
     def deliver(self, channel: Channel, sender: int, receiver: int, tag: int, message: Tensor) -> None:
         key = (channel, sender, receiver, tag)
         if key in self._mail:
-            raise ProtocolError(f"two messages {tag} on {channel} from rank {sender} to rank {receiver}")
+            raise ProtocolError(f"two messages {name_of(channel, tag)} from rank {sender} to rank {receiver}")
         self._mail[key] = message
+        self._progress += 1
         route = (channel, sender, receiver)
         self.sent_bytes[route] = self.sent_bytes.get(route, 0) + message.numel()
 
@@ -64,7 +71,7 @@ class LocalNetwork:
         self.wait_until(
             receiver,
             lambda: key in self._mail and not self._hold(channel, tag),
-            f"message {tag} on {channel} from rank {sender}",
+            f"{name_of(channel, tag)} from rank {sender}",
         )
         return self._mail.pop(key)
 
@@ -129,5 +136,9 @@ class _LocalIncoming:
     def wait(self) -> Tensor:
         message = self._network.take(*self._key)
         if message.numel() > self._nbytes:
-            raise ProtocolError(f"message {self._key} of {message.numel()} bytes into a buffer of {self._nbytes}")
+            channel, sender, receiver, tag = self._key
+            raise ProtocolError(
+                f"message {name_of(channel, tag)} from rank {sender} to rank {receiver} has {message.numel()} bytes, "
+                f"the buffer {self._nbytes}"
+            )
         return message

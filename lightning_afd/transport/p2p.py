@@ -79,6 +79,12 @@ class P2PTransport:
         dist.broadcast_object_list(box, src=source, group=self._groups.control)
         return box[0]
 
+    def gather_object(self, value: object) -> list[Any] | None:
+        """Every rank's `value` on rank 0, None on the others."""
+        everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, everyone, dst=0, group=self._groups.control)
+        return everyone
+
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)
 

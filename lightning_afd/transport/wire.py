@@ -75,6 +75,8 @@ def needed_bytes(message: Tensor, expected: Stamp) -> int:
     """Bytes that the sender asks for, or 0 where this message is the real one."""
     fields = _fields(message, expected)
     _compare(fields, expected)
+    if fields[10] and fields[10] < HEADER_BYTES:
+        raise _error(expected, f"a message, received one that asks for a buffer of {fields[10]} bytes")
     return fields[10]
 
 
@@ -103,6 +105,14 @@ def expect(views: Sequence[Tensor], sections: Sequence[Section], expected: Stamp
     got = [Section(view.shape[0], view.shape[1], view.dtype) for view in views]
     if got != list(sections):
         raise _error(expected, f"{list(sections)}, received {got}")
+
+
+def expect_dispatch(views: Sequence[Tensor], expected: Stamp) -> None:
+    """Compare the sections of a dispatch with one another: x, w, int32 ids, equal rows; raises ProtocolError."""
+    shapes = [(tuple(view.shape), view.dtype) for view in views]
+    same_rows = len({view.shape[0] for view in views}) == 1
+    if len(views) != SECTIONS or not same_rows or views[1].shape != views[2].shape or views[2].dtype != torch.int32:
+        raise _error(expected, f"rows of x, weights and int32 ids, received {shapes}")
 
 
 def _start() -> int:

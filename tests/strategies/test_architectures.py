@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from fits import Batch, Model, Run, State, chunks, joined, mean_loss, owned, tokens, valid, worst
+from fits import Batch, Model, Run, State, chunks, joined, tokens, valid, worst
 from pool import RankPool
 from tiny import HF, tiny_hf
 from torch import Tensor
 
 AUX = {"qwen3_moe": 0.01, "mixtral": 0.02, "olmoe": 0.01, "gpt_oss": 0.02}
 LAYOUTS = ("1A+1F", "2A+2F", "1A+2F")
-Outcome = tuple[float, State, State]
+Outcome = tuple[float, State]
 
 
 def global_batch() -> Batch:
@@ -34,16 +34,15 @@ def module_of(name: str, kind: type[Model] = Model) -> Model:
 
 
 def one_step(names: list[str], run: Run, kind: type[Model], checkpointing: bool) -> dict[str, Outcome]:
-    """Per architecture: logged loss, and the parameters that this rank holds before and after one step with lr 1."""
+    """Per architecture: the logged loss and the gradients of what this rank holds."""
     outcomes = {}
     for name in names:
         module = module_of(name, kind)
         if checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        before = {key: p.detach().clone() for key, p in module.named_parameters()}
         trainer = run.trainer()
         trainer.fit(module)
-        outcomes[name] = float(trainer.callback_metrics["train_loss"]), before, owned(module)
+        outcomes[name] = float(trainer.callback_metrics["train_loss"]), module.gradients
     return outcomes
 
 
@@ -54,8 +53,7 @@ def distributed(pool: RankPool, names: list[str], run: Run, *more: Any) -> dict[
     for name in names:
         losses = {rank[name][0] for rank in ranks}
         assert len(losses) == 1, f"{name}: ranks log different losses {losses}"
-        after, before = joined([rank[name][2] for rank in ranks]), ranks[0][name][1]
-        results[name] = losses.pop(), {key: before[key].to(after[key].dtype) - after[key] for key in before}
+        results[name] = losses.pop(), joined([rank[name][1] for rank in ranks])
     return results
 
 
@@ -67,8 +65,8 @@ def plain(name: str, run: Run, kind: type[Model] = Model) -> tuple[float, State]
     for chunk in chunks(global_batch(), run):
         value = module.loss(chunk) * valid(chunk) / total
         value.backward()
-        loss += float(value)
-    return loss, {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in module.named_parameters()}
+        loss += value.item()
+    return loss, {key: p.grad for key, p in module.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,7 +74,7 @@ def test_loss_and_every_gradient_equal_the_plain_loop(pool: RankPool, layout: st
     run = Run(layout=layout, precision="64-true")
     for name, (loss, grads) in distributed(pool, list(HF), run).items():
         loss_ref, grads_ref = plain(name, run)
-        assert loss == pytest.approx(loss_ref, rel=1e-7), name
+        assert loss == pytest.approx(loss_ref, rel=1e-9), name
         ratio, parameter = worst(grads, grads_ref)
         assert ratio <= 1e-7, f"{name}: {parameter} is off by {ratio:.2e}"
 
@@ -93,17 +91,13 @@ def test_gradient_checkpointing(pool: RankPool) -> None:
     run = Run(layout="1A+2F", precision="64-true")
     for name, (loss, grads) in distributed(pool, list(HF), run, Model, True).items():
         loss_ref, grads_ref = plain(name, run)
-        assert loss == pytest.approx(loss_ref, rel=1e-7), name
+        assert loss == pytest.approx(loss_ref, rel=1e-9), name
         assert worst(grads, grads_ref)[0] <= 1e-7, name
 
 
-def test_a_changed_weight_of_the_auxiliary_loss_is_noticed(pool: RankPool) -> None:
+def test_a_changed_weight_of_the_auxiliary_loss_is_noticed(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(layout="1A+1F", precision="64-true")
     _, grads = distributed(pool, ["qwen3_moe"], run)["qwen3_moe"]
-    AUX_before = AUX["qwen3_moe"]
-    try:
-        AUX["qwen3_moe"] = 0.011
-        ratio, parameter = worst(grads, plain("qwen3_moe", run)[1])
-    finally:
-        AUX["qwen3_moe"] = AUX_before
+    monkeypatch.setitem(AUX, "qwen3_moe", 0.011)
+    ratio, parameter = worst(grads, plain("qwen3_moe", run)[1])
     assert ratio > 1e-5 and "gate" in parameter

@@ -1,0 +1,65 @@
+"""Draw a timeline: one row per rank, one box per action, grey where a rank waits for a message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_afd.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {
+    ("A", "f"): "#4c78a8",
+    ("A", "b"): "#1f3f66",
+    ("E", "f"): "#f2a65a",
+    ("E", "b"): "#c8621b",
+    ("E", "w"): "#8c3d0b",
+}
+_NAMES = {
+    ("A", "f"): "attention forward",
+    ("A", "b"): "attention backward",
+    ("E", "f"): "experts forward",
+    ("E", "b"): "experts input gradient",
+    ("E", "w"): "experts weight gradient",
+}
+_WAIT, _SEND = "#d5d5d5", "#6fb58a"
+
+
+def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
+    """Write a picture (format by the file's ending) of one step; time in milliseconds from its first action."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ranks = sorted({span.rank for span in timeline.spans})
+    figure = Figure(figsize=(14, 1.2 + 0.75 * len(ranks)), layout="constrained")
+    axes = figure.subplots()
+    start = min(span.start for span in timeline.spans)
+    end = max(span.end for span in timeline.spans)
+    for row, rank in enumerate(ranks):
+        for span in timeline.spans:
+            if span.rank == rank:
+                _draw_span(axes, timeline, span, row, start, end - start)
+    axes.set_yticks(range(len(ranks)), [_label(timeline, rank) for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlim(0, (end - start) * 1e3)
+    axes.set_xlabel("ms")
+    axes.set_title(title, loc="left", fontsize=10)
+    handles = [Patch(color=_COLORS[key], label=_NAMES[key]) for key in _COLORS]
+    handles += [Patch(color=_SEND, label="packing and sending"), Patch(color=_WAIT, label="waiting for a message")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_span(axes: Axes, timeline: Timeline, span: Span, row: int, start: float, total: float) -> None:
+    action = span.action
+    color = _COLORS.get((action.op, action.phase)) or (_WAIT if timeline.waits(span) else _SEND)
+    axes.barh(row, span.seconds * 1e3, left=(span.start - start) * 1e3, height=0.8, color=color, linewidth=0)
+    if span.seconds > total / 55 and (action.op, action.phase) in _COLORS:
+        middle = (span.start + span.end) / 2 - start
+        axes.text(middle * 1e3, row, str(action), ha="center", va="center", fontsize=6, color="white")
+
+
+def _label(timeline: Timeline, rank: int) -> str:
+    return f"rank {rank} ({timeline.layout.worker_of(rank)})\nwaits {timeline.exposed(rank):.0%}"

@@ -1,0 +1,88 @@
+"""The runtime executes exactly the program, says where it failed, and goes on while messages are under way."""
+
+from __future__ import annotations
+
+import pytest
+from local_job import LocalJob, make_batches, plain_step
+from tiny import tiny
+
+from lightning_afd.errors import ProtocolError
+from lightning_afd.placement import Layout, Worker
+from lightning_afd.runtime import Runtime
+from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.orders import ORDERS
+from lightning_afd.transport.base import Channel, tag_of
+from lightning_afd.transport.local import LocalNetwork
+
+LAYOUT = Layout(attention=1, ffn=1)
+
+
+def actions(names: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(name) for name in names.split())
+
+
+def test_handlers_run_in_the_order_of_the_program_and_leave_spans() -> None:
+    ran: list[str] = []
+    handlers = {(op, "f"): lambda action: ran.append(str(action)) for op in "AD"}
+    runtime = Runtime(3, Worker("A", 0), handlers)
+    runtime.run(actions("A0f0 D0f0 A0f1"))
+    assert ran == ["A0f0", "D0f0", "A0f1"] == [str(span.action) for span in runtime.spans]
+    assert {span.rank for span in runtime.spans} == {3}
+    times = [time for span in runtime.spans for time in (span.start, span.end)]
+    assert times == sorted(times)
+    runtime.run(actions("A0f1"))
+    assert [str(span.action) for span in runtime.spans] == ["A0f1"]
+
+
+def test_exception_keeps_its_type_and_says_where_it_was() -> None:
+    def fail(action: Action) -> None:
+        raise KeyError("labels")
+
+    runtime = Runtime(5, Worker("F", 0), {("E", "b"): fail, ("D", "b"): lambda action: None})
+    with pytest.raises(KeyError, match="labels") as failure:
+        runtime.run(actions("D7b2 E7b2 D7b3"))
+    assert failure.value.__notes__ == ["rank 5 (F0) failed in E7b2: layer 7, micro-batch 2"]
+    assert [str(span.action) for span in runtime.spans] == ["D7b2"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_rank_executes_the_schedule(order: str) -> None:
+    job = LocalJob(tiny(layers=2), Layout(attention=2, ffn=2), order)
+    job.step(make_batches(2, 3))
+    for engine in job.engines:
+        program = engine.schedule(3, training=True).programs[engine.worker]
+        assert tuple(span.action for span in engine.runtime.spans) == program == engine.program(3, training=True)
+
+
+class Withheld:
+    """Keeps the combine of layer 0, micro-batch 0 back until the A rank has sent the dispatch of micro-batch 1."""
+
+    def __init__(self, order: str) -> None:
+        self.times = 0
+        self.job = LocalJob(tiny(layers=2).double(), LAYOUT, order, network=LocalNetwork(LAYOUT, hold=self.hold))
+
+    def hold(self, channel: Channel, tag: int) -> bool:
+        held = (channel, tag) == ("Cf", tag_of(0, 0)) and "D0f1" not in self.done()
+        self.times += held
+        return held
+
+    def done(self) -> list[str]:
+        return [str(span.action) for span in self.job.engines[0].runtime.spans]
+
+
+@pytest.mark.parametrize("order", ["af-pipe", "layer-major"])
+def test_attention_goes_on_while_the_experts_have_not_answered(order: str) -> None:
+    withheld, batches = Withheld(order), make_batches(1, 2)
+    outcome = withheld.job.step(batches)
+    assert outcome.difference(*plain_step(tiny(layers=2).double(), batches)) < 1e-12
+    assert withheld.done() == [str(action) for action in withheld.job.engines[0].program(2, training=True)]
+    assert withheld.done()[:5] == ["A0f0", "D0f0", "A0f1", "D0f1", "C0f0"]
+
+
+def test_sequential_order_has_nothing_to_do_meanwhile() -> None:
+    withheld = Withheld("sequential")
+    with pytest.raises(ProtocolError) as failure:
+        withheld.job.step(make_batches(1, 2))
+    assert str(failure.value) == "deadlock: rank 0 waits for C0f0 from rank 1; rank 1 waits for D1f0 from rank 0"
+    assert withheld.times > 0
+    assert withheld.done() == ["A0f0", "D0f0"]
