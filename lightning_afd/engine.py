@@ -13,7 +13,7 @@ from lightning_afd.attention_rank import AttentionRank
 from lightning_afd.errors import PlanError
 from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.model.experts import ExpertShard
-from lightning_afd.model.port import Host, install
+from lightning_afd.model.port import Host, forbid, install
 from lightning_afd.model.routing import Router
 from lightning_afd.model.split import (
     MoELayer,
@@ -117,6 +117,7 @@ class Engine:
             routers = [Router(expert_map, layout.ffn, device) for expert_map in self._expert_maps()]
             self._role: AttentionRank | FFNRank = AttentionRank(self.link, host, routers, peers)
         else:
+            self._undo = forbid(layers)
             self._role = FFNRank(self.link, [ExpertShard(layer.experts) for layer in layers], peers)
         self.runtime = Runtime(self.rank, self.worker, self._role.handlers())
 

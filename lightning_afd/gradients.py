@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_afd.errors import PlanError
 from lightning_afd.transport.base import Collectives
 
 BUCKET_BYTES = 25 * 2**20
@@ -41,6 +42,8 @@ class GradientStash:
 
     def install(self, scale: Tensor) -> None:
         """Add the gradients, multiplied by `scale` (scalar), to `grad`; moves them where `grad` is None."""
+        if len(self._made) != len(self._parameters):
+            raise PlanError("backward ran twice for one training_step, but its gradients were made once: call it once")
         made = [(p, grad) for p, grad in zip(self._parameters, self._made, strict=True) if grad is not None]
         self._made = []
         if made and not (scale.device.type == "cpu" and scale.item() == 1.0):

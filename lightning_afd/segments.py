@@ -6,7 +6,7 @@ h = base + y. So the graph of a step is L + 1 separate pieces, and dY of layer l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -80,13 +80,19 @@ class MicroBatch:
         segment = self._segments.pop(layer)
         assert segment.base is not None and segment.x_TH is not None and segment.w_TK is not None
         pairs = [(segment.base, self._dh), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)]
-        pairs += [(logits, leaf.grad) for logits, leaf in segment.logits]
-        pairs = [(out, grad) for out, grad in pairs if out.requires_grad and grad is not None]
-        with self._host.backward():
-            if pairs:
-                outs = [out for out, _ in pairs]
-                torch.autograd.backward(outs, [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
+        if segment.logits_inside:  # then this completes the gradients of their leaves
+            self._run_backward(pairs, retain_graph=True)
+            pairs = []
+        self._run_backward([*pairs, *((logits, leaf.grad) for logits, leaf in segment.logits)], retain_graph=False)
         return None if segment.h is None else self._take_dh(segment)
+
+    def _run_backward(self, pairs: Sequence[tuple[Tensor, Tensor | None]], *, retain_graph: bool) -> None:
+        """Backward from several outputs at once, leaving out those without gradient."""
+        kept = [(out, grad) for out, grad in pairs if out.requires_grad and grad is not None]
+        if kept:
+            grads = [grad.to(out.dtype).reshape(out.shape) for out, grad in kept]
+            with self._host.backward():
+                torch.autograd.backward([out for out, _ in kept], grads, retain_graph=retain_graph)
 
     def close(self) -> None:
         """Drop the coroutine and all activations."""

@@ -5,7 +5,7 @@ Order of calls: setup_environment (process groups) -> setup (split, optimizers) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,8 +26,9 @@ from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.checkpoints import RankCheckpoints
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.driver import Driver, StepStats
+from lightning_afd.strategies.epoch_hooks import EpochHooks
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
-from lightning_afd.strategies.refusals import refuse_unsupported
+from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
 from lightning_afd.timeline import Timeline
 
 
@@ -48,6 +50,7 @@ class AFDStrategy(RankedStrategy):
         self.grad_norm: float | None = None
         """Norm of all gradients of the last optimizer step, before clipping; None where nobody asked for it."""
         self._driver: Driver | None = None
+        self._epoch_hooks: EpochHooks | None = None
         self._accumulating = False
         self._checkpoints = RankCheckpoints(self)
 
@@ -79,6 +82,9 @@ class AFDStrategy(RankedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self.guarded(self._setup, trainer)
+
+    def _setup(self, trainer: pl.Trainer) -> None:
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -94,6 +100,8 @@ class AFDStrategy(RankedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         self.engine.connect(layers, self.root_device)
         self._driver = Driver(self.engine, module)
+        assert self._groups is not None
+        self._epoch_hooks = EpochHooks(module, self.engine, self.guarded, self._groups.replicas)
         if not self.engine.is_attention:
             silence_batch_hooks(module)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
@@ -118,8 +126,10 @@ class AFDStrategy(RankedStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with refusing_several_optimizers():
+            super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            refuse_optimizer(optimizer)
             drop_foreign(optimizer)
 
     def _separate_random_numbers(self) -> None:
@@ -133,7 +143,7 @@ class AFDStrategy(RankedStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         around = self.precision_plugin.train_step_context
-        return self._guarded(self.driver.train, (*args, *kwargs.values()), around, lambda: not self._accumulating)
+        return self.guarded(self.driver.train, (*args, *kwargs.values()), around, lambda: not self._accumulating)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,19 +156,15 @@ class AFDStrategy(RankedStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         function, around = self.lightning_module.predict_step, self.precision_plugin.predict_step_context
-        return self._guarded(self.driver.predict, function, (*args, *kwargs.values()), around)
+        return self.guarded(self.driver.predict, function, (*args, *kwargs.values()), around)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.guarded(super().optimizer_step, *args, **kwargs)
 
     def _evaluate(self, step: str, context: str, args: tuple[Any, ...]) -> Any:
         function, around = getattr(self.lightning_module, step), getattr(self.precision_plugin, context)
-        return self._guarded(self.driver.evaluate, function, args, around)
-
-    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a step; where another rank failed first, raise its reason instead of a broken connection."""
-        try:
-            return function(*args)
-        except Exception as error:
-            cause = self.report_failure(error)
-            raise cause from (None if cause is error else error)
+        return self.guarded(self.driver.evaluate, function, args, around)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -210,7 +216,8 @@ class AFDStrategy(RankedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.engine is not None
-        return agree_on_length(dataloader, self.engine.collectives, is_attention=self.engine.is_attention)
+        engine = self.engine
+        return self.guarded(agree_on_length, dataloader, engine.collectives, is_attention=engine.is_attention)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -226,7 +233,10 @@ class AFDStrategy(RankedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._checkpoints.save(checkpoint, filepath)
+        if self._failed:
+            rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
+        else:
+            self._checkpoints.save(checkpoint, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -247,6 +257,9 @@ class AFDStrategy(RankedStrategy):
         if self.engine is not None and self._driver is not None:
             self.engine.disconnect()
             restore_batch_hooks(self.lightning_module)
+        if self._epoch_hooks is not None:
+            self._epoch_hooks.remove()
+        self._epoch_hooks = None
         self._driver = None
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         super().teardown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.failure import FailureBoard
+from lightning_afd.strategies.step_log import JOINED
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 
@@ -47,6 +49,7 @@ class RankedStrategy(ParallelStrategy):
         self._backend = process_group_backend
         self._groups: ProcessGroups | None = None
         self._board: FailureBoard | None = None
+        self._failed = False
         self.transport: P2PTransport
 
     # -- what Lightning's accelerator connector and launcher ask --------------------------------------------------
@@ -95,6 +98,7 @@ class RankedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device
         _init_dist_connection(self.cluster_environment, self._backend, timeout=self._timeout, device_id=device)
+        self._failed = False
         self._board = FailureBoard.create(self.global_rank, self.world_size)
         self.compare_plans(repr(self.layout))
         self._groups = ProcessGroups(self.layout, self.global_rank, self._timeout)
@@ -133,21 +137,35 @@ class RankedStrategy(ParallelStrategy):
 
     # -- failure --------------------------------------------------------------------------------------------------
 
-    def report_failure(self, error: Exception) -> BaseException:
-        """Tell the others why this rank stops, or learn why another one has; then cut the connections."""
-        assert self._board is not None
-        cause = self._board.first_cause(error)
-        if cause is error:
-            self._board.post(error)
-        self._drop_groups()
-        self._board.linger()
-        return cause
+    def guarded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what talks to other ranks; where one of them failed first, raise its reason, not a broken connection."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            cause = self._report_failure(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """A failure outside of a step (a hook, a callback, a logger) ends the other ranks too."""
-        if self._groups is not None and self._board is not None and isinstance(exception, Exception):
-            self.report_failure(exception)
+        if isinstance(exception, Exception):
+            self._report_failure(exception)
+
+    def _report_failure(self, error: Exception) -> BaseException:
+        """Tell the others why this rank stops, or learn why another one has; then cut all connections, once."""
+        if self._board is None or self._groups is None:
+            return error
+        self._failed = True
+        cause = self._board.first_cause(error)
+        if cause is error:
+            self._board.post(error)
+        self.transport.drop()
+        self._drop_groups()
+        torch.distributed.destroy_process_group()  # others may wait in a collective of Lightning's
+        self._board.linger()
+        return cause
 
     def _drop_groups(self) -> None:
         groups, self._groups = self._groups, None
@@ -161,24 +179,25 @@ class RankedStrategy(ParallelStrategy):
         if not _distributed_is_initialized():
             return
         ids = [self.root_device.index] if self.root_device.type == "cuda" else None
-        torch.distributed.barrier(device_ids=ids)
+        self.guarded(torch.distributed.barrier, device_ids=ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not _distributed_is_initialized():
             return obj
         box = [obj]
-        torch.distributed.broadcast_object_list(box, src=src)
+        self.guarded(torch.distributed.broadcast_object_list, box, src=src)
         return box[0]
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the data replicas of this rank's group; an F rank, which has no data of its own, gets its value back."""
-        if not isinstance(tensor, Tensor) or self._groups is None:
+        if not isinstance(tensor, Tensor) or self._groups is None or group is JOINED:
             return tensor
         if group is None and self.layout.worker_of(self.global_rank).role == "F":
             return tensor
-        return _sync_ddp_if_available(tensor, self._groups.replicas if group is None else group, reduce_op=reduce_op)
+        group = self._groups.replicas if group is None else group
+        return self.guarded(_sync_ddp_if_available, tensor, group, reduce_op=reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -186,7 +205,7 @@ class RankedStrategy(ParallelStrategy):
         if not _distributed_is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
-        torch.distributed.all_reduce(votes)
+        self.guarded(torch.distributed.all_reduce, votes)
         return int(votes.item()) == self.world_size if all else bool(votes.item())
 
     @override

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-if TYPE_CHECKING:
-    from lightning_afd.strategies.afd import AFDStrategy
+from lightning_afd.strategies.base import RankedStrategy
 
 META = "meta.pt"
 FORMAT = 1
@@ -20,7 +19,7 @@ FORMAT = 1
 class RankCheckpoints:
     """Save and load what this rank owns."""
 
-    def __init__(self, strategy: AFDStrategy) -> None:
+    def __init__(self, strategy: RankedStrategy) -> None:
         self._strategy = strategy
 
     def owned_state(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class FailureBoard:
                 return error
             time.sleep(0.02)
 
-    def linger(self, patience: float = 3.0) -> None:
+    def linger(self, patience: float = 15.0) -> None:
         """Rank 0 hosts the store: it stays until the others have read the reason, or for `patience` seconds."""
         try:
             self._store.add("afd/read", 1)
@@ -80,7 +80,11 @@ class FailureBoard:
 
 def _is_consequence(error: BaseException) -> bool:
     """Whether a broken connection or a time-out, not this rank's own work, raised the error."""
-    return isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, PlanError)
+    text = str(error).lower()
+    return isinstance(error, ConnectionError) or (
+        isinstance(error, RuntimeError)
+        and any(word in text for word in ("gloo", "nccl", "connection", "process group"))
+    )
 
 
 def _as_error(rank: int, kind: str, text: str) -> BaseException:

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_afd.errors import PlanError
 from lightning_afd.transport.base import Collectives
 
 _BATCH_HOOKS = (
@@ -33,7 +34,10 @@ class EmptyBatches:
 
 
 class FirstBatches:
-    """The first `length` batches of a loader; everything else (sampler, dataset, state) is the loader's own."""
+    """The first `length` batches of a loader; everything else (sampler, dataset, state) is the loader's own.
+
+    Raises PlanError where the loader ends early, as the other ranks count on its length.
+    """
 
     def __init__(self, loader: Any, length: int) -> None:
         self._loader = loader
@@ -43,7 +47,15 @@ class FirstBatches:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        for _, batch in zip(range(self._length), self._loader, strict=False):
+        batches = iter(self._loader)
+        for number in range(self._length):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise PlanError(
+                    f"a {type(self._loader).__name__} ended after {number} batches, but its len() promised "
+                    f"{len(self._loader)}: other ranks count on it, so correct __len__"
+                ) from None
             yield batch
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +81,7 @@ def agree_on_length(loader: Any, collectives: Collectives, *, is_attention: bool
         )
     if not is_attention:
         return EmptyBatches(shortest)
-    return loader if length == shortest else FirstBatches(loader, shortest)
+    return FirstBatches(loader, shortest)
 
 
 def silence_batch_hooks(module: Any) -> None:

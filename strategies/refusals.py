@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,6 +28,20 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 f"strategy afd does not support {type(callback).__name__}: it copies or re-runs a module of which "
                 "each rank holds only a part"
             )
+
+
+@contextmanager
+def refusing_several_optimizers() -> Iterator[None]:
+    """Around Lightning's set-up of optimizers, whose own text advises manual optimization."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise MisconfigurationException(
+            "strategy afd supports one optimizer, but configure_optimizers returned several: "
+            "use one optimizer with several parameter groups"
+        ) from None
 
 
 def refuse_optimizer(optimizer: object) -> None:

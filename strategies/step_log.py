@@ -20,6 +20,10 @@ _REDUCTIONS: dict[Any, str] = {"avg": "mean", torch.mean: "mean", torch.max: "ma
 _REDUCTIONS |= {name: name for name in ("mean", "max", "min", "sum")}
 
 
+JOINED: Any = "joined by strategy afd"
+"""Stands for a process group where a value is the same on all ranks already: Lightning neither reduces it nor warns."""
+
+
 @dataclass(frozen=True)
 class Key:
     """One logged name and how it is logged; all ranks hold the same list of keys."""
@@ -100,7 +104,8 @@ class Logged:
         """Call the real `self.log` once."""
         value = torch.tensor(self.value, dtype=getattr(torch, self.key.dtype), device=module.device)
         reduction: Any = self.key.reduction
-        module.log(self.key.name, value, reduce_fx=reduction, batch_size=self.batch_size, **dict(self.key.options))
+        options = {"sync_dist": True, "sync_dist_group": JOINED, **dict(self.key.options)}
+        module.log(self.key.name, value, reduce_fx=reduction, batch_size=self.batch_size, **options)
 
 
 class Exchange:

@@ -1,4 +1,4 @@
-"""Trainers and LightningModules for tests of the strategy: everything here can run in the processes of the rank pool."""
+"""Trainers and LightningModules for tests of the strategy: everything here can run in the rank pool."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,10 +69,10 @@ class Steps:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
+        self.done %= len(self.batches)
         while self.done < len(self.batches):
             self.done += 1
             yield self.batches[self.done - 1]
-        self.done = 0
 
     def state_dict(self) -> dict[str, int]:
         """Batches handed out."""
@@ -83,11 +83,11 @@ class Steps:
         self.done = state["done"]
 
 
-def tokens(rows: int, length: int = 8, *, vocab: int = 32, seed: int = 0) -> Batch:
-    """One global batch: ids [rows, length] and labels, of which row r leaves out the last r mod 3."""
+def tokens(rows: int, length: int = 8, *, vocab: int = 32, seed: int = 0, masked: bool = True) -> Batch:
+    """One global batch: ids [rows, length] and labels, of which row r leaves out the last r mod 3 if `masked`."""
     ids = torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
-    for row in range(rows):
+    for row in range(rows if masked else 0):
         labels[row, length - row % 3 :] = -100
     return {"input_ids": ids, "labels": labels}
 
@@ -118,7 +118,9 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 class Model(pl.LightningModule):
     """An ordinary LightningModule around a TinyMoE or a transformers model; it knows nothing of any strategy."""
 
-    def __init__(self, model: nn.Module, train: Sequence[Batch], val: Sequence[Batch] = (), *, aux: float = 0.0) -> None:
+    def __init__(
+        self, model: nn.Module, train: Sequence[Batch], val: Sequence[Batch] = (), *, aux: float = 0.0
+    ) -> None:
         super().__init__()
         self.model, self.batches, self.val_batches, self.aux = model, train, val, aux
         self.optimizer: Callable[..., Any] = partial(torch.optim.SGD, lr=1.0)
@@ -164,9 +166,10 @@ class Model(pl.LightningModule):
         return Steps([share(batch, kwargs["num_replicas"], kwargs["rank"]) for batch in batches])
 
 
-def tiny_module(steps: int = 1, rows: int = 8, **sizes: Any) -> Model:
-    """A seeded Model of a TinyMoE with `steps` batches."""
-    return Model(tiny(**sizes), [tokens(rows, seed=seed) for seed in range(steps)], aux=1.0)
+def tiny_module(steps: int = 1, rows: int = 8, val_steps: int = 0, **sizes: Any) -> Model:
+    """A seeded Model of a TinyMoE with `steps` training batches, and `val_steps` ones without masked labels."""
+    val = [tokens(rows - 2 * step, seed=100 + step, masked=False) for step in range(val_steps)]
+    return Model(tiny(**sizes), [tokens(rows, seed=seed) for seed in range(steps)], val, aux=1.0)
 
 
 def owned(module: nn.Module) -> State:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_afd.errors import PlanError
+from lightning_afd.model.context import context_state, difference
 from lightning_afd.model.split import MoELayer
 
 
@@ -42,7 +43,9 @@ class Segment:
     wire_dtype: torch.dtype | None = None
     """Dtype in which x travels under autocast; None: as it is."""
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Router logits of the graph, each with the leaf that the user's loss sees instead."""
+    """Router logits of the graph, each with the leaf that the rest of the layer and the user's loss see instead."""
+    logits_inside: bool = False
+    """Whether the layer itself computes something, such as weights, from the logits that its router returned."""
 
 
 class Coroutine:
@@ -76,6 +79,7 @@ class Coroutine:
                 out = self._greenlet.switch() if h is None else self._greenlet.switch(h)
         if self.finished:
             self.result = out
+            self.segment = Segment(layer=segment.layer)
         return segment
 
     def suspend(self, layer_name: str) -> Tensor:
@@ -84,7 +88,7 @@ class Coroutine:
         if state != self._outside:
             raise PlanError(
                 f"the step holds a context at {layer_name} that would leak into other micro-batches "
-                f"({_difference(self._outside, state)}): leave it before the model is called; activation checkpointing "
+                f"({difference(self._outside, state)}): leave it before the model is called; activation checkpointing "
                 "belongs inside the layer's forward, with use_reentrant=False"
             )
         parent = self._greenlet.parent
@@ -104,6 +108,7 @@ class Host:
         self.active: Coroutine | None = None
         self.in_backward = False
         self.probed: set[int] = set()
+        self.logits_inside: set[int] = set()
 
     def running(self, coroutine: Coroutine) -> _Set:
         return _Set(self, "active", coroutine)
@@ -178,6 +183,7 @@ class Boundary:
         first = self._layer.index not in self._host.probed
         out = self._run_probed(coroutine, args, kwargs) if first else self._original(*args, **kwargs)
         coroutine.segment.base = _hidden(out)
+        coroutine.segment.logits_inside = self._layer.index in self._host.logits_inside
         self._check(coroutine.segment)
         h = coroutine.suspend(self._layer.name)
         return (h, *out[1:]) if isinstance(out, tuple) else h
@@ -202,26 +208,21 @@ class Boundary:
             out = self._original(*args, **kwargs)
             self._check(coroutine.segment)
             assert self._port.probe is not None
-            with self._host.backward():  # a checkpointed layer may be computed again
-                self._refuse_unless_additive(_hidden(out), self._port.probe)
-                self._refuse_used_logits(coroutine.segment)
+            # A checkpointed layer may be computed again: the port stays silent, and no collector of the step is set.
+            with self._host.backward():
+                probes = contextvars.Context()
+                probes.run(self._refuse_unless_additive, _hidden(out), self._port.probe)
+                if probes.run(_uses_logits, _hidden(out), coroutine.segment):
+                    self._host.logits_inside.add(self._layer.index)
         self._port.probe = None
         self._host.probed.add(self._layer.index)
         return out if grad else _detached(out)
 
-    def _refuse_used_logits(self, segment: Segment) -> None:
-        w_TK, leaves = segment.w_TK, [leaf for _, leaf in segment.logits]
-        if w_TK is None or not w_TK.requires_grad or not leaves:
-            return
-        if any(g is not None for g in torch.autograd.grad(w_TK.sum(), leaves, retain_graph=True, allow_unused=True)):
-            raise PlanError(
-                f"{self._layer.name} computes routing weights from the logits that its router returned: "
-                "compute them inside the router module, or its gradient would be lost"
-            )
-
     def _refuse_unless_additive(self, base: Tensor, probe_TH: Tensor) -> None:
         v = torch.arange(base.numel(), device=base.device).cos().reshape(base.shape).to(base.dtype)
-        dprobe = torch.autograd.grad(base, probe_TH, v, retain_graph=True, allow_unused=True)[0]
+        dprobe = None
+        if base.requires_grad:
+            dprobe = torch.autograd.grad(base, probe_TH, v, create_graph=True, allow_unused=True)[0]
         dprobe = torch.zeros_like(probe_TH) if dprobe is None else dprobe
         error = (dprobe.reshape(-1).float() - v.reshape(-1).float()).abs().max().item() if v.numel() else 0.0
         if not error < 1e-2:
@@ -229,6 +230,11 @@ class Boundary:
                 f"{self._layer.name} is not additive: its output is not (rest of the layer) + (routed experts), the "
                 f"derivative with respect to the experts differs from the identity by {error:.3g}; attention and "
                 "experts cannot be separated at this layer, train this model with another strategy"
+            )
+        if dprobe.requires_grad:  # such as a trainable scale that is 1 at the start
+            raise PlanError(
+                f"{self._layer.name} is not additive: it multiplies the output of its routed experts by something "
+                "trainable, whose gradient would be lost; train this model with another strategy"
             )
 
 
@@ -242,6 +248,16 @@ def install(host: Host, layers: Iterable[MoELayer]) -> Callable[[], None]:
             undo.append(module.register_forward_hook(_LogitsLeaf(host, layer), prepend=True).remove)
         for module, forward in ((layer.layer, Boundary(host, layer, port)), (layer.experts, port)):
             undo.append(_patch(module, forward))
+    return lambda: [step() for step in undo] and None
+
+
+def forbid(layers: Iterable[MoELayer]) -> Callable[[], None]:
+    """Make calls of the model on an F rank, which holds only experts, say so; returns what undoes it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        Host().require(next(iter(layers)).name)
+
+    undo = [_patch(layer.layer, refuse) for layer in layers]
     return lambda: [step() for step in undo] and None
 
 
@@ -291,21 +307,12 @@ def _is_routing(output: Any, num_experts: int) -> bool:
     return chosen and logits.requires_grad and logits.dim() >= 2 and logits.shape[-1] == num_experts
 
 
-def context_state() -> tuple[object, ...]:
-    """Everything thread-wide that user code may have entered: compared at each switch."""
-    autocast = tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
-    functions = torch.overrides._get_current_function_mode_stack()
-    dispatches = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    grad = ("grad", torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) or ()  # checkpointing, save_on_cpu
-    modes = (("function modes", *map(id, functions)), ("dispatch modes", *map(id, dispatches)))
-    return (grad, *autocast, *modes, ("saved tensor hooks", *map(id, hooks)))
-
-
-def _difference(before: tuple[object, ...], after: tuple[object, ...]) -> str:
-    return "; ".join(f"{old} became {new}" for old, new in zip(before, after, strict=True) if old != new)
+def _uses_logits(base: Tensor, segment: Segment) -> bool:
+    outs = [t.sum() for t in (base, segment.x_TH, segment.w_TK) if t is not None and t.requires_grad]
+    leaves = [leaf for _, leaf in segment.logits]
+    if not outs or not leaves:
+        return False
+    return any(g is not None for g in torch.autograd.grad(outs, leaves, retain_graph=True, allow_unused=True))
 
 
 def _hidden(out: Any) -> Tensor:

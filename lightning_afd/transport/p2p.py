@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,12 @@ class ProcessGroups:
             dist.all_reduce(torch.zeros(1, device=where), group=group)
 
     def destroy(self) -> None:
+        """Close all connections, as soon as no message that was posted or sent holds them."""
         for group in self._all:
             dist.destroy_process_group(group)
+        self._all.clear()
+        self.channels.clear()
+        self.control = self.replicas = None
 
 
 class P2PTransport:
@@ -51,12 +56,15 @@ class P2PTransport:
         self._groups = groups
         self._device = device
         self._sends: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
+        self._posted: WeakSet[_Posted] = WeakSet()
         self.sent_bytes = 0
 
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _Posted:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         work = dist.irecv(buffer, src=peer, group=self._groups.channels[channel], tag=tag)
-        return _Posted(work, buffer)
+        posted = _Posted(work, buffer)
+        self._posted.add(posted)
+        return posted
 
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
         work = dist.isend(message, dst=peer, group=self._groups.channels[channel], tag=tag)
@@ -67,6 +75,12 @@ class P2PTransport:
         for key in list(self._sends) if micro_batch is None else [micro_batch]:
             for work, _ in self._sends.pop(key, []):
                 work.wait()
+
+    def drop(self) -> None:
+        """After a failure: forget all messages, whose references would keep connections open."""
+        self._sends.clear()
+        for posted in self._posted:
+            posted.drop()
 
     def all_gather(self, values: Sequence[float]) -> list[list[float]]:
         mine = torch.tensor(values, dtype=torch.float64)
@@ -96,3 +110,6 @@ class _Posted:
     def wait(self) -> Tensor:
         self._work.wait()
         return self._buffer
+
+    def drop(self) -> None:
+        self._work = None

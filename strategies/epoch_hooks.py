@@ -1,0 +1,54 @@
+"""The user's hooks at the end of an epoch look at what steps left behind, which only A ranks have: they run there.
+
+What they log is joined over the A ranks and logged on all ranks, so that monitors agree. Metrics of torchmetrics are
+reduced over the A ranks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torchmetrics import Metric
+
+from lightning_afd.engine import Engine
+from lightning_afd.strategies.step_log import Exchange, Recorder
+
+_HOOKS = tuple(f"on_{stage}_epoch_end" for stage in ("train", "validation", "test"))
+
+
+class EpochHooks:
+    """Stands in for the epoch-end hooks of one module until `remove`.
+
+    `guard` runs a function that talks to other ranks; `group` is the process group of the A ranks.
+    """
+
+    def __init__(self, module: pl.LightningModule, engine: Engine, guard: Callable[..., Any], group: Any) -> None:
+        self._module = module
+        self._is_attention = engine.is_attention
+        self._hooks = [name for name in _HOOKS if is_overridden(name, module)]
+        self._metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
+        for name in self._hooks:
+            exchange = Exchange(engine.collectives, speaks=engine.is_attention)
+            module.__dict__[name] = partial(guard, self._run, getattr(module, name), exchange)
+        for metric in self._metrics:
+            metric.process_group = group
+
+    def remove(self) -> None:
+        """Give the module its own hooks and metrics back."""
+        for name in self._hooks:
+            self._module.__dict__.pop(name, None)
+        for metric in self._metrics:
+            metric.process_group = None
+
+    def _run(self, hook: Callable[[], Any], exchange: Exchange) -> None:
+        recorder = Recorder()
+        if self._is_attention:
+            with recorder.capture(self._module):
+                hook()
+        _, logged = exchange.share([], recorder, by_rows=True)
+        for item in logged:
+            item.replay(self._module)

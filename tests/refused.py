@@ -1,0 +1,236 @@
+"""Runs that cannot work: each is a job of the rank pool that must end in an error on every rank."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from fits import Batch, Model, Run, Steps, share, tiny_module, tokens
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_afd import AFDStrategy
+
+
+def rank() -> int:
+    """Rank of this process."""
+    return int(os.environ["RANK"])
+
+
+def fit(module: pl.LightningModule, layout: str = "1A+1F", strategy: Any = None, **options: Any) -> None:
+    """Train one epoch."""
+    Run(layout=layout).trainer(strategy, **options).fit(module)
+
+
+class Varied(Model):
+    """A Model whose step, loader or optimizers a test replaces; every replacement gets the module first."""
+
+    def __init__(self, **replaced: Callable[..., Any]) -> None:
+        module = tiny_module(steps=2)
+        super().__init__(module.model, module.batches, aux=1.0)
+        for name, function in replaced.items():
+            setattr(self, name, function.__get__(self))
+
+
+class NormBehindExperts(nn.Module):
+    """A block whose output is no sum of the experts and something else."""
+
+    def __init__(self, block: nn.Module, width: int) -> None:
+        super().__init__()
+        self.block, self.norm = block, nn.LayerNorm(width)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """Normalise what the experts return."""
+        return self.norm(self.block(x_BSH))
+
+
+class Unsized(torch.utils.data.IterableDataset[Batch]):
+    """A stream without a length."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter([tokens(4)])
+
+
+def too_few_ranks() -> None:
+    """A layout for 4 ranks on 3."""
+    pl.Trainer(accelerator="cpu", devices=3, strategy=AFDStrategy(attention=2, ffn=2))
+
+
+def too_many_ranks() -> None:
+    """A layout for 2 ranks on 3."""
+    pl.Trainer(accelerator="cpu", devices=3, strategy=AFDStrategy(attention=1, ffn=1))
+
+
+def odd_world() -> None:
+    """Halves of 3."""
+    pl.Trainer(accelerator="cpu", devices=3, strategy="afd")
+
+
+def one_rank() -> None:
+    """Nothing to separate."""
+    pl.Trainer(accelerator="cpu", devices=1, strategy="afd")
+
+
+def no_attention_left() -> None:
+    """All ranks given to experts."""
+    pl.Trainer(accelerator="cpu", devices=2, strategy=AFDStrategy(ffn=2))
+
+
+def more_chosen_than_experts() -> None:
+    """k > E."""
+    fit(tiny_module(experts=2, top_k=4))
+
+
+def dense_model() -> None:
+    """No routed experts anywhere."""
+    fit(tiny_module(dense_first=3))
+
+
+def more_ranks_than_experts() -> None:
+    """An F rank without an expert."""
+    fit(tiny_module(experts=2), "1A+3F")
+
+
+def two_groups() -> None:
+    """Interleaved groups, which the engine cannot train."""
+    fit(tiny_module(), "1A+1F", {"groups": 2}, devices=4)
+
+
+def manual_optimization() -> None:
+    """backward() inside training_step."""
+    module = tiny_module()
+    module.automatic_optimization = False
+    fit(module)
+
+
+def lbfgs() -> None:
+    """An optimizer that calls the step several times."""
+    fit(Varied(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())))
+
+
+def two_optimizers() -> None:
+    """One for the model, one for the rest."""
+
+    def configure(self: Model) -> list[Any]:
+        return [torch.optim.SGD(self.model.layers.parameters()), torch.optim.SGD(self.model.lm_head.parameters())]
+
+    fit(Varied(configure_optimizers=configure))
+
+
+def weight_averaging() -> None:
+    """A callback that copies the module."""
+    fit(tiny_module(), callbacks=[WeightAveraging()])
+
+
+def stochastic_weight_averaging() -> None:
+    """Another one."""
+    fit(tiny_module(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
+
+
+def unequal_plans() -> None:
+    """Every rank has its own idea of the number of micro-batches."""
+    fit(tiny_module(), "2A+2F", {"micro_batches": 1 + rank() // 2})
+
+
+def unequal_layouts() -> None:
+    """Every rank has its own idea of the layout."""
+    fit(tiny_module(), strategy={"attention": 1 + rank() // 2, "ffn": 3 - rank() // 2}, devices=4)
+
+
+def layer_that_is_not_additive() -> None:
+    """A norm behind the experts."""
+    module = tiny_module()
+    module.model.layers[1].mlp = NormBehindExperts(module.model.layers[1].mlp, 16)
+    fit(module, "2A+2F")
+
+
+def batch_without_common_rows() -> None:
+    """Tensors with different first dimensions, on A1 only."""
+    module = tiny_module(steps=2)
+    if rank() == 1:
+        module.batches = [{**batch, "scale": torch.ones(3, 2)} for batch in module.batches]
+    fit(module, "2A+2F")
+
+
+def step_without_loss() -> None:
+    """training_step returns None."""
+    fit(Varied(training_step=lambda self, batch, batch_idx: self.loss(batch) and None), "2A+2F")
+
+
+def step_with_a_vector() -> None:
+    """training_step returns a loss per token."""
+    fit(Varied(training_step=lambda self, batch, batch_idx: self.model(batch["input_ids"]).logits.mean(-1)), "2A+2F")
+
+
+def stream_without_length() -> None:
+    """An IterableDataset."""
+    loader = torch.utils.data.DataLoader(Unsized(), batch_size=None)
+    fit(Varied(train_dataloader=lambda self: loader), "2A+2F")
+
+
+class Liar(Steps):
+    """Promises one batch more than it has."""
+
+    def __len__(self) -> int:
+        """Too many."""
+        return len(self.batches) + 1
+
+
+def loader_that_ends_early() -> None:
+    """A wrong length, on A1 only."""
+
+    def loader(self: Model) -> Steps:
+        steps = Steps([share(batch, 2, 0) for batch in self.batches])
+        return Liar(steps.batches[:1]) if rank() == 1 else steps
+
+    fit(Varied(train_dataloader=loader), "2A+2F")
+
+
+def model_outside_of_a_step() -> None:
+    """The model is called in a hook."""
+    fit(Varied(on_train_start=lambda self: self.model(tokens(2)["input_ids"])), "2A+2F")
+
+
+def values_logged_by_one_rank_only() -> None:
+    """A1 logs another name."""
+
+    def step(self: Model, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log(f"loss_of_{rank()}", loss)
+        return loss
+
+    fit(Varied(training_step=step), "2A+2F")
+
+
+def boom_in_a_step() -> None:
+    """The user's own error on A1 in the second batch, between two MoE layers."""
+
+    def step(self: Model, batch: Batch, batch_idx: int) -> Tensor:
+        if rank() == 1 and batch_idx == 1:
+            self.model.layers[2].register_forward_pre_hook(_boom)
+        return self.loss(batch)
+
+    fit(Varied(training_step=step), "2A+2F")
+
+
+def boom_in_an_expert() -> None:
+    """An error on F1."""
+    module = tiny_module()
+    if rank() == 3:
+        module.model.layers[1].mlp.experts.act_fn = _boom
+    fit(module, "2A+2F")
+
+
+def boom_in_a_hook() -> None:
+    """The user's own error on A1 while the others go on into the next step."""
+    fit(Varied(on_train_batch_start=lambda self, batch, i: _boom() if rank() == 1 and i == 1 else None), "2A+2F")
+
+
+def boom_at_start() -> None:
+    """The user's own error on A1 before the first step."""
+    fit(Varied(on_train_start=lambda self: _boom() if rank() == 1 else None), "2A+2F")
+
+
+def _boom(*args: Any) -> Any:
+    raise LookupError("boom")

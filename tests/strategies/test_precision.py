@@ -1,0 +1,89 @@
+"""Lightning's precision plugins: the same numbers and the same dtypes as on one device."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fits import Batch, Model, Run, joined, tiny_module, tokens
+from pool import RankPool
+from tiny import tiny_hf
+from torch import Tensor
+
+TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5, "bf16-mixed": 2e-2, "bf16-true": 5e-2}
+MODELS = ("tiny", "qwen3_moe")
+
+
+@dataclass
+class Result:
+    """Losses of all steps, and dtypes: of gradients, weights and what user code sees."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: set[torch.dtype]
+    seen: set[tuple[torch.dtype, bool]]
+
+
+class Watched(Model):
+    """Remembers losses, and dtypes before and behind the layers, where autocast must be the same."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of the base class, from watched logits."""
+        self.seen.add((torch.get_default_dtype(), torch.is_autocast_enabled("cpu")))
+        loss = super().loss(batch)
+        hidden = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+        self.seen.add((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the loss of the global batch."""
+        self.losses.append(float(outputs["loss"]))
+
+
+def watched(name: str) -> Watched:
+    """A module with 4 batches."""
+    module = tiny_module(steps=4)
+    if name != "tiny":
+        module = Model(tiny_hf(name), [tokens(8, vocab=64, seed=seed) for seed in range(4)])
+    module.batches = list(module.batches[:1]) * 4  # so that the loss falls from step to step
+    module.optimizer = partial(torch.optim.SGD, lr=0.3)
+    module.__class__ = Watched
+    module.seen, module.losses = set(), []  # type: ignore[assignment]
+    return module  # type: ignore[return-value]
+
+
+def fit(run: Run) -> list[Result]:
+    """Train every model for 4 steps."""
+    results = []
+    for name in MODELS:
+        module = watched(name)
+        run.trainer().fit(module)
+        weights = {p.dtype for p in module.parameters() if p.device.type != "meta"}
+        results.append(Result(module.losses, module.gradients, weights, module.seen))
+    return results
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_losses_and_dtypes(pool: RankPool, precision: str) -> None:
+    run = Run(layout="2A+2F", precision=precision)
+    references = pool.run(fit, 1, Run(layout="ref", precision=precision))[0]
+    ranks = pool.run(fit, run.world, run)
+    for number, reference in enumerate(references):
+        results = [rank[number] for rank in ranks]
+        gradients = joined([result.gradients for result in results])
+        for result in results[:2]:
+            assert result.losses == pytest.approx(reference.losses, rel=TOLERANCE[precision])
+            assert result.seen == reference.seen
+        assert all(result.weights == reference.weights for result in results)
+        assert {k: g.dtype for k, g in gradients.items()} == {k: g.dtype for k, g in reference.gradients.items()}
+        assert gradients.keys() == reference.gradients.keys()
+        assert reference.losses[-1] < reference.losses[0]
+
+
+def test_mixed_precision_is_mixed(pool: RankPool) -> None:
+    full = pool.run(fit, 2, Run(layout="1A+1F", precision="32-true"))[0][0]
+    mixed = pool.run(fit, 2, Run(layout="1A+1F", precision="bf16-mixed"))
+    assert abs(mixed[0][0].losses[0] - full.losses[0]) > 1e-4
+    assert (torch.bfloat16, True) in mixed[0][0].seen
+    assert {gradient.dtype for gradient in mixed[1][0].gradients.values()} == {torch.float32}

@@ -1,0 +1,217 @@
+"""Checkpoints of the same layout: bit-exact resume amid an epoch, refusals, and several runs of one module."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fits import Batch, Model, Run, State, joined, owned, tiny_module, worst
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pool import RankPool
+from torch import Tensor
+
+SAVED = 3
+
+
+@dataclass
+class Tail:
+    """Everything from step `SAVED` on that a resumed run must repeat bit for bit."""
+
+    weights: State
+    moments: list[Tensor]
+    rates: list[float]
+    losses: list[float]
+    masks: list[Tensor]
+    steps: int
+
+
+class Saver(pl.Callback):
+    """Saves in the middle of the epoch, and remembers each step behind it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        """Look at a step."""
+        if trainer.global_step > SAVED:
+            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+            self.losses.append(float(outputs["loss"]))
+        if trainer.global_step == SAVED and self.path is not None:
+            trainer.save_checkpoint(self.path)
+
+
+class Resumable(Model):
+    """AdamW with a rate that changes with each step, and dropout whose masks are remembered."""
+
+    def prepare(self) -> "Resumable":
+        """Start to watch the dropout of the last layer."""
+        self.masks: list[Tensor] = []
+        self.model.layers[-1].dropout.register_forward_hook(lambda _m, _a, out: self.masks.append(out == 0))
+        return self
+
+    def configure_optimizers(self) -> Any:
+        """A warm-up over 5 steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("test_loss", self.loss(batch), batch_size=len(batch["labels"]))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The likeliest next token."""
+        return self.model(batch["input_ids"]).logits.argmax(-1)
+
+    test_dataloader = predict_dataloader = Model.val_dataloader
+
+
+def resumable(seed: int = 0, **sizes: Any) -> Resumable:
+    """A seeded module with 6 batches."""
+    module = tiny_module(steps=6, val_steps=2, seed=seed, **sizes)
+    module.__class__ = Resumable
+    return module.prepare()  # type: ignore[attr-defined, no-any-return]
+
+
+def run_to_the_end(run: Run, saver: Saver, seed: int, start: Path | None) -> Tail:
+    """Train one epoch, from a checkpoint if there is one."""
+    torch.manual_seed(seed)
+    module = resumable(seed, dropout=0.2)
+    trainer = run.trainer(callbacks=[saver])
+    trainer.fit(module, ckpt_path=start)
+    moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
+    masks = module.masks[-3 * run.micro_batches :]  # of the last 3 steps
+    return Tail(owned(module), moments, saver.rates, saver.losses, masks, trainer.global_step)
+
+
+def save_and_resume(run: Run, path: Path) -> tuple[Tail, Tail]:
+    """An uninterrupted run, and one that starts from its checkpoint with other weights and random numbers."""
+    return run_to_the_end(run, Saver(path), 0, None), run_to_the_end(run, Saver(None), 1, path)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Tail, Tail]]]:
+    """A checkpoint of 2A+2F after 3 of 6 steps, and both runs of all ranks."""
+    path = tmp_path_factory.mktemp("checkpoints") / "middle.ckpt"
+    return path, pool.run(save_and_resume, 4, Run(), path)
+
+
+def test_resume_in_the_middle_of_an_epoch_is_bit_exact(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
+    _, ranks = saved
+    for rank, (through, resumed) in enumerate(ranks):
+        assert through.steps == resumed.steps == 6
+        assert len(through.losses) == 3
+        assert (resumed.losses, resumed.rates) == (through.losses, through.rates)
+        assert all(torch.equal(resumed.weights[name], value) for name, value in through.weights.items())
+        assert all(torch.equal(a, b) for a, b in zip(resumed.moments, through.moments, strict=True))
+        assert len(through.masks) == (6 if rank < 2 else 0)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.masks, through.masks, strict=True))
+
+
+def test_dropout_differs_between_replicas(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
+    _, ranks = saved
+    assert not any(torch.equal(a, b) for a, b in zip(ranks[0][0].masks, ranks[1][0].masks, strict=True))
+
+
+def test_a_checkpoint_holds_each_parameter_once(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
+    path, ranks = saved
+    parts = [torch.load(path / f"rank-{rank}.ckpt", weights_only=True) for rank in range(4)]
+    names = [set(part.get("state_dict", ())) for part in parts]
+    assert names[0] == set(ranks[0][0].weights) and not names[1]
+    assert names[2] == names[3] == set(ranks[2][0].weights)
+    assert {path.name for path in path.iterdir()} == {"meta.pt", *(f"rank-{rank}.ckpt" for rank in range(4))}
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def resume(run: Run, path: Path) -> None:
+    """Try to go on from a checkpoint."""
+    run.trainer().fit(resumable(dropout=0.2), ckpt_path=path)
+
+
+def test_a_checkpoint_of_another_layout_is_refused(pool: RankPool, saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
+    for error in pool.try_run(resume, 2, Run(layout="1A+1F"), saved[0]):
+        assert error.type_name == "MisconfigurationException", error.traceback
+        assert "'attention': 2" in error.message and "'attention': 1" in error.message
+
+
+def test_an_incomplete_checkpoint_is_refused(
+    pool: RankPool, saved: tuple[Path, list[tuple[Tail, Tail]]], tmp_path: Path
+) -> None:
+    path = tmp_path / "half.ckpt"
+    shutil.copytree(saved[0], path)
+    (path / "meta.pt").unlink()
+    for error in pool.try_run(resume, 4, Run(), path):
+        assert error.type_name == "MisconfigurationException", error.traceback
+        assert error.message == f"{path} is no complete checkpoint of strategy afd: meta.pt is missing"
+
+
+def keep_the_best(run: Run, folder: Path) -> tuple[list[str], float, int, float]:
+    """Checkpoints after every second step; test the best and resume from the last one."""
+    module = resumable()
+    best = ModelCheckpoint(
+        folder, "{step}", monitor="train_loss", save_top_k=2, every_n_train_steps=2, save_last=True, mode="min"
+    )
+    trainer = run.trainer(callbacks=[best], enable_checkpointing=True)
+    trainer.fit(module)
+    kept = sorted(path.parent.name for path in folder.glob("*/meta.pt"))
+    assert len(kept) == len(list(folder.iterdir()))
+    (tested,) = trainer.test(module, ckpt_path="best", verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, ckpt_path="last")
+    trainer.save_checkpoint(folder / "after.ckpt")
+    trainer.test(module, ckpt_path=folder / "after.ckpt", verbose=False)
+    return kept, tested["test_loss"], trainer.global_step, float(best.best_model_score)
+
+
+def test_best_and_last_and_removal(pool: RankPool, tmp_path: Path) -> None:
+    ranks = pool.run(keep_the_best, 4, Run(), tmp_path)
+    kept, loss, steps, best = ranks[0]
+    assert kept == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    assert steps == 12 and loss > 0 and best > 0
+    assert all(rank == ranks[0] for rank in ranks)
+
+
+def several_runs(run: Run) -> tuple[State, list[dict[str, float]], list[Tensor | None]]:
+    """Validate, fit, test, predict, and fit again with a fresh Trainer, all with one module."""
+    module = resumable()
+    options = {"limit_val_batches": 1.0}
+    metrics = [*run.trainer(**options).validate(module, verbose=False)]
+    trainer = run.trainer(**options)
+    trainer.fit(module)
+    metrics += trainer.validate(module, verbose=False)
+    metrics += trainer.test(module, verbose=False)
+    predictions = trainer.predict(module) or []
+    run.trainer(**options).fit(module)
+    metrics += run.trainer(**options).test(module, verbose=False)
+    return owned(module), metrics, list(predictions)
+
+
+def test_one_module_in_several_runs(pool: RankPool) -> None:
+    reference, expected, predicted = pool.run(several_runs, 1, Run(layout="ref"))[0]
+    ranks = pool.run(several_runs, 4, Run())
+    for _, metrics, _ in ranks:
+        assert len(metrics) == len(expected) == 4
+        for ours, theirs in zip(metrics, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+    assert worst(joined([rank[0] for rank in ranks]), reference)[0] <= 1e-5
+    for number, whole in enumerate(predicted):
+        for replica in (0, 1):
+            assert torch.equal(ranks[replica][2][number], whole[replica::2])
+
+
+def change_the_layout() -> None:
+    """Train a module that was split for another layout."""
+    module = resumable()
+    Run(layout="1A+3F").trainer().fit(module)
+    Run(layout="2A+2F").trainer().fit(module)
+
+
+def test_a_split_module_cannot_change_its_layout(pool: RankPool) -> None:
+    for error in pool.try_run(change_the_layout, 4):
+        assert error.type_name == "MisconfigurationException", error.traceback
+        assert "was split for rank" in error.message and "build a new one" in error.message

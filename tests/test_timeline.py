@@ -1,0 +1,45 @@
+"""Exposed communication is the share of a step that a rank spends in receives."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_afd.placement import Layout
+from lightning_afd.schedule.actions import Action
+from lightning_afd.timeline import Span, Timeline, exposed_share, waiting_seconds
+
+
+def spans(text: str, rank: int = 0) -> list[Span]:
+    """`A0f0 1-3, C0f0 3-4`: actions with start and end in seconds."""
+    found = []
+    for part in text.split(", "):
+        name, times = part.split()
+        start, end = map(float, times.split("-"))
+        found.append(Span(Action.parse(name), rank, start, end))
+    return found
+
+
+ATTENTION = "A0f0 10-13, D0f0 13-14, A0f1 14-15, C0f0 15-17, A1f0 17-18, C0b0 19-20"
+FFN = "D0f0 11-14, E0f0 14-15, C0f0 15-16, D0b0 16-18.5, E0b0 18.5-19"
+
+
+def test_attention_ranks_wait_for_combines_and_ffn_ranks_for_dispatches() -> None:
+    assert waiting_seconds(spans(ATTENTION), "A") == 3.0
+    assert waiting_seconds(spans(FFN), "F") == 5.5
+    assert exposed_share(spans(ATTENTION), "A") == pytest.approx(3.0 / 10.0)
+    assert exposed_share(spans(FFN), "F") == pytest.approx(5.5 / 8.0)
+    assert spans(ATTENTION)[3].seconds == 2.0
+
+
+@pytest.mark.parametrize("text", ["A0f0 5-5", "C0f0 5-5"])
+def test_step_without_duration_waits_for_nothing(text: str) -> None:
+    assert exposed_share([], "A") == 0.0
+    assert exposed_share(spans(text), "A") == 0.0
+
+
+def test_timeline_tells_ranks_and_roles_apart() -> None:
+    timeline = Timeline(Layout(attention=1, ffn=1), (*spans(ATTENTION, 0), *spans(FFN, 1)))
+    assert timeline.exposed(0) == pytest.approx(0.3)
+    assert timeline.exposed(1) == pytest.approx(5.5 / 8)
+    waits = [str(span.action) for span in timeline.spans if timeline.waits(span)]
+    assert waits == ["C0f0", "C0b0", "D0f0", "D0b0"]
