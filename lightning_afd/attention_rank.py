@@ -1,4 +1,8 @@
-"""What an A rank does for each action of its program: attention, dispatch to F ranks, combine of their sums."""
+"""What an A rank does for each action of its program: attention, dispatch to F ranks, combine of their sums.
+
+With several groups it also passes the base of its layers to the same replica of the next A group (H), and router logits
+to that of A group 0 (L). Whoever runs segment l + 1 combines layer l and dispatches its gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,69 +13,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_afd.model.port import Host, Segment
-from lightning_afd.model.routing import Route, Router, empty_route
+from lightning_afd.errors import PlanError
+from lightning_afd.model.coroutine import Host, Segment
+from lightning_afd.model.routing import Router
+from lightning_afd.peers import Peers
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
-from lightning_afd.segments import MicroBatch, UserStep
+from lightning_afd.segments import Gradients, MicroBatch, UserStep
+from lightning_afd.sent import Sent, nothing_sent, pack_route, sent_by, unpack_route
 from lightning_afd.transport.link import Link, Posted
 from lightning_afd.transport.wire import Section, message_bytes
 
 
 @dataclass(eq=False)
 class _InFlight:
-    """A micro-batch and what it waits for; `work` is None where this rank has no rows for it."""
+    """A micro-batch and what has arrived for it; `work` is None where this rank has no rows for it."""
 
     work: MicroBatch | None
-    routes: dict[int, _Sent] = field(default_factory=dict)
-    posted: list[Posted] = field(default_factory=list)
     segment: Segment | None = None
-    y_TH: Tensor | None = None
-    dY_TH: Tensor | None = None
+    sent: dict[int, Sent] = field(default_factory=dict)
+    """Routes of own layers, and of the layers before own segments."""
+    posted: dict[Action, list[Posted]] = field(default_factory=dict)
+    base_TH: Tensor | None = None
+    sums: list[Tensor] = field(default_factory=list)
+    """What each F rank returned for the layer before the next own segment."""
+    gradients: Gradients | None = None
+    dh_TH: Tensor | None = None
     dx_TH: Tensor | None = None
     dw_TK: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """A dispatch of one layer: its route and the shapes and dtypes on the wire."""
-
-    route: Route
-    width: int
-    top_k: int
-    x_dtype: torch.dtype
-    w_dtype: torch.dtype
-
-    def rows(self, count: int) -> Section:
-        return Section(count, self.width, self.x_dtype)
-
-    def weights(self, count: int) -> Section:
-        return Section(count, self.top_k, self.w_dtype)
-
-    def sections(self, count: int) -> tuple[Section, ...]:
-        return (self.rows(count), self.weights(count), Section(count, self.top_k, torch.int32))
 
 
 class AttentionRank:
     """State of one A rank during a step, and the handlers of its actions."""
 
-    def __init__(self, link: Link, host: Host, routers: Sequence[Router], f_ranks: Sequence[int]) -> None:
+    def __init__(self, link: Link, host: Host, routers: dict[int, Router], peers: Peers) -> None:
         self._link = link
         self._host = host
-        self._routers = tuple(routers)
-        self._layers = len(self._routers)
-        self._f_ranks = tuple(f_ranks)
+        self._routers = routers
+        self._peers = peers
+        self._shape = peers.shape
         self._training = False
         self._flight: list[_InFlight] = []
         self.results: list[Any] = []
         self.tokens = 0
-        """Tokens that this rank has routed in the step."""
+        """Tokens that this rank has brought to the step; counted on A group 0."""
 
     def begin(self, steps: Sequence[UserStep], micro_batches: int, *, training: bool) -> None:
         """Take the user's steps of this batch; micro-batches beyond them have no rows on this rank."""
         self._training = training
         self.tokens = 0
-        works = [MicroBatch(self._host, step) for step in steps]
+        segments = self._peers.segments
+        works = [MicroBatch(self._host, step, self._shape.layers, segments) for step in steps]
         self._flight = [_InFlight(work) for work in works]
         self._flight += [_InFlight(None) for _ in range(micro_batches - len(works))]
         self.results = [None] * len(works)
@@ -91,106 +83,229 @@ class AttentionRank:
             ("A", "b"): self._attention_backward,
             ("D", "b"): self._dispatch_gradient,
             ("C", "b"): self._combine_gradient,
+            ("H", "f"): self._hop,
+            ("H", "b"): self._hop_gradient,
+            ("L", "f"): self._logits,
+            ("L", "b"): self._logits_gradient,
         }
+
+    # -- forward --------------------------------------------------------------------------------------------------
 
     def _attention_forward(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
+        y_TH, base_TH = self._arrived(action.layer - 1, flight)
         if flight.work is None:
             return
-        y_TH, flight.y_TH = flight.y_TH, None
-        flight.segment = flight.work.forward(action.layer, self._layers, y_TH)
-        if action.layer == self._layers:
+        flight.segment = flight.work.forward(action.layer, y_TH, base_TH)
+        if action.layer == self._shape.layers:
             self.results[action.micro_batch] = flight.work.result
-            if not self._training:
-                self._finish(flight)
+        if not self._training and action.layer == self._peers.segments[-1]:
+            self._finish(flight)
 
     def _dispatch(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
         sent, rows = self._route(action.layer, flight.segment)
-        flight.segment = None
-        flight.routes[action.layer] = sent
+        flight.sent[action.layer] = sent
         self.tokens += sent.route.tokens if action.layer == 0 else 0
-        answer = Action("C", action.layer, "f", action.micro_batch)
-        counts = sent.route.counts
-        flight.posted = [
-            self._link.post(answer, peer, [sent.rows(n)]) for peer, n in zip(self._f_ranks, counts, strict=True)
-        ]
+        if not self._shape.hops(action.layer):
+            self._post_combine(action.layer, action.micro_batch)
         most = message_bytes(sent.sections(sent.route.tokens))
         token_parts = sent.route.split(sent.route.token_C)
         idx_parts = sent.route.split(sent.route.idx_CK)
-        for peer, token_c, idx_ck in zip(self._f_ranks, token_parts, idx_parts, strict=True):
+        peers = self._peers.expert_ranks(action.layer)
+        for peer, token_c, idx_ck in zip(peers, token_parts, idx_parts, strict=True):
             message, views = self._link.allocate(action, sent.sections(token_c.shape[0]))
             for view, tensor_T in zip(views, rows, strict=False):
                 torch.index_select(tensor_T, 0, token_c, out=view)
             views[2].copy_(idx_ck[:, : sent.top_k])
             self._link.send_dispatch(action, peer, message, most)
+        if not self._shape.hops(action.layer):
+            flight.segment = None
 
     def _combine(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
-        sent = flight.routes[action.layer]
-        posted, flight.posted = flight.posted, []
-        parts = [answer.wait()[0] for answer in posted]
+        if self._shape.hops(action.layer):  # the route comes with the base hop, perhaps later
+            peers = self._peers.expert_ranks(action.layer)
+            answers = [self._link.post_dispatch(action, peer) for peer in peers]
+            flight.sums = [answer.wait()[0] for answer in answers]
+        else:
+            flight.sums = [answer.wait()[0] for answer in flight.posted.pop(action)]
         self._link.release(action.micro_batch)
-        flight.y_TH = sent.route.sum_copies(parts, sent.x_dtype)
+
+    def _arrived(self, layer: int, flight: _InFlight) -> tuple[Tensor | None, Tensor | None]:
+        """The sums of a layer's experts per token, and its base where another rank computed it."""
+        if layer < 0:
+            return None, None
+        sent, base_TH = flight.sent[layer], flight.base_TH
+        y_TH = sent.route.sum_copies(flight.sums, sent.x_dtype)
+        flight.sums, flight.base_TH = [], None
         if not self._training:
-            del flight.routes[action.layer]
+            del flight.sent[layer]
+        return y_TH, base_TH
+
+    def _hop(self, action: Action) -> None:
+        """Pass the base and the route of an own layer on, or take those of the layer before an own segment."""
+        flight = self._flight[action.micro_batch]
+        sender, receiver = self._peers.counterparts(action)
+        if sender == self._link.rank:
+            sent = flight.sent[action.layer]
+            base_TH = None if flight.segment is None else flight.segment.base
+            message = pack_route(self._link, action, sent, base_TH)
+            self._link.send_dispatch(action, receiver, message, message.numel())
+            if not self._shape.sends_logits(action.layer):
+                flight.segment = None
+            if not self._training:
+                del flight.sent[action.layer]
+            return
+        views = self._link.post_dispatch(action, sender).wait()
+        self._link.release(action.micro_batch)
+        flight.base_TH = views[0]
+        flight.sent[action.layer] = unpack_route(views, self._peers.ffn)
+
+    def _logits(self, action: Action) -> None:
+        """Pass router logits of an own layer to A group 0, or take those of another group's layer."""
+        flight = self._flight[action.micro_batch]
+        sender, receiver = self._peers.counterparts(action)
+        if sender == self._link.rank:
+            logits_TE = None if flight.segment is None else _only_logits(flight.segment)
+            sections = [] if logits_TE is None else [_section(logits_TE)]
+            message, views = self._link.allocate(action, sections)
+            for view in views:
+                view.copy_(logits_TE)  # type: ignore[arg-type]
+            self._link.send_dispatch(action, receiver, message, message.numel())
+            flight.segment = None
+            return
+        views = self._link.post_dispatch(action, sender).wait()
+        if flight.work is not None and action.layer in flight.work.stand_ins:
+            with torch.no_grad():
+                leaf = flight.work.stand_ins[action.layer]
+                leaf.copy_(views[0].view_as(leaf))
+
+    # -- backward -------------------------------------------------------------------------------------------------
 
     def _attention_backward(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
         if flight.work is None:
             return
-        if action.layer == self._layers:
-            dh = flight.work.tail_backward(self._layers)
+        if action.layer == self._shape.layers:
+            flight.gradients = flight.work.tail_backward()
             self.results[action.micro_batch] = flight.work.result
-        else:
-            assert flight.dx_TH is not None and flight.dw_TK is not None
-            dh = flight.work.backward(action.layer, flight.dx_TH, flight.dw_TK)
-            flight.dx_TH = flight.dw_TK = None
-        if dh is None:
+            self._refuse_unfilled(flight.work)
+            return
+        assert flight.dx_TH is not None and flight.dw_TK is not None and flight.dh_TH is not None
+        flight.gradients = flight.work.backward(action.layer, flight.dx_TH, flight.dw_TK, flight.dh_TH)
+        flight.dx_TH = flight.dw_TK = flight.dh_TH = None
+        if action.layer == self._peers.segments[0]:
             self._finish(flight)
-        else:
-            flight.dY_TH = dh.reshape(-1, dh.shape[-1])
 
     def _dispatch_gradient(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
-        sent = flight.routes[action.layer]
-        answer = Action("C", action.layer, "b", action.micro_batch)
-        flight.posted = [
-            self._link.post(answer, peer, [sent.rows(n), sent.weights(n)])
-            for peer, n in zip(self._f_ranks, sent.route.counts, strict=True)
-        ]
-        for peer, token_c in zip(self._f_ranks, sent.route.split(sent.route.token_C), strict=True):
+        hops = self._shape.hops(action.layer)
+        sent = flight.sent.pop(action.layer) if hops else flight.sent[action.layer]
+        if not hops:
+            self._post_combine_gradient(action.layer, action.micro_batch)
+        dY_TH = None if flight.gradients is None else flight.gradients.dY_TH.to(sent.x_dtype)
+        peers = self._peers.expert_ranks(action.layer)
+        for peer, token_c in zip(peers, sent.route.split(sent.route.token_C), strict=True):
             message, (dY_cH,) = self._link.allocate(action, [sent.rows(token_c.shape[0])])
-            if flight.dY_TH is not None:
-                torch.index_select(flight.dY_TH.to(sent.x_dtype), 0, token_c, out=dY_cH)
+            if dY_TH is not None:
+                torch.index_select(dY_TH, 0, token_c, out=dY_cH)
             self._link.send(action, peer, message)
-        flight.dY_TH = None
+        if not hops:
+            flight.dh_TH = None if flight.gradients is None else flight.gradients.dh_TH
+            flight.gradients = None
 
     def _combine_gradient(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
-        sent = flight.routes.pop(action.layer)
-        posted, flight.posted = flight.posted, []
-        parts = [answer.wait() for answer in posted]
+        if self._shape.hops(action.layer):
+            self._post_combine_gradient(action.layer, action.micro_batch)
+        sent = flight.sent[action.layer]
+        parts = [answer.wait() for answer in flight.posted.pop(action)]
         self._link.release(action.micro_batch)
         flight.dx_TH = sent.route.sum_copies([dx for dx, _ in parts], sent.x_dtype)
         flight.dw_TK = sent.route.sum_copies([dw for _, dw in parts], sent.w_dtype)
+        del flight.sent[action.layer]
 
-    def _route(self, layer: int, segment: Segment | None) -> tuple[_Sent, tuple[Tensor, ...]]:
+    def _hop_gradient(self, action: Action) -> None:
+        """Pass the gradient of another group's base back, or take that of an own layer's."""
+        flight = self._flight[action.micro_batch]
+        sender, receiver = self._peers.counterparts(action)
+        if sender == self._link.rank:
+            dh_TH = torch.zeros(0, 0, device=self._link.device) if flight.gradients is None else flight.gradients.dh_TH
+            message, (view,) = self._link.allocate(action, [_section(dh_TH)])
+            view.copy_(dh_TH)
+            self._link.send_dispatch(action, receiver, message, message.numel())
+            flight.gradients = None
+            return
+        flight.dh_TH = self._link.post_dispatch(action, sender).wait()[0]
+        self._link.release(action.micro_batch)
+
+    def _logits_gradient(self, action: Action) -> None:
+        """Pass the gradient of another group's router logits back, or take that of an own layer's."""
+        flight = self._flight[action.micro_batch]
+        sender, receiver = self._peers.counterparts(action)
+        if sender == self._link.rank:
+            leaf = None if flight.work is None else flight.work.stand_ins.get(action.layer)
+            grad = None if leaf is None else leaf.grad
+            message, views = self._link.allocate(action, [] if grad is None else [_section(grad.flatten(0, -2))])
+            for view in views:
+                view.copy_(grad.flatten(0, -2))  # type: ignore[arg-type]
+            self._link.send_dispatch(action, receiver, message, message.numel())
+            return
+        views = self._link.post_dispatch(action, sender).wait()
+        logits = None if flight.work is None else flight.work.logits_of(action.layer)
+        if views and logits is not None:
+            logits[1].grad = views[0].clone().view_as(logits[1])
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _post_combine(self, layer: int, micro_batch: int) -> None:
+        action = Action("C", layer, "f", micro_batch)
+        flight = self._flight[micro_batch]
+        sent = flight.sent[layer]
+        flight.posted[action] = [
+            self._link.post(action, peer, [sent.rows(count)])
+            for peer, count in zip(self._peers.expert_ranks(layer), sent.route.counts, strict=True)
+        ]
+
+    def _post_combine_gradient(self, layer: int, micro_batch: int) -> None:
+        action = Action("C", layer, "b", micro_batch)
+        flight = self._flight[micro_batch]
+        sent = flight.sent[layer]
+        flight.posted[action] = [
+            self._link.post(action, peer, [sent.rows(count), sent.weights(count)])
+            for peer, count in zip(self._peers.expert_ranks(layer), sent.route.counts, strict=True)
+        ]
+
+    def _route(self, layer: int, segment: Segment | None) -> tuple[Sent, tuple[Tensor, ...]]:
         """Route a segment's tokens; returns the handle and the tensors whose rows travel (x, w)."""
         router = self._routers[layer]
         if segment is None:
-            route = empty_route(len(self._f_ranks), router.device)
             nothing = torch.zeros(0, 0, device=router.device)
-            return _Sent(route, 0, 0, nothing.dtype, nothing.dtype), (nothing, nothing)
+            return nothing_sent(self._peers.ffn, router.device), (nothing, nothing)
         assert segment.x_TH is not None and segment.idx_TK is not None and segment.w_TK is not None
         x_TH, w_TK = segment.x_TH.detach(), segment.w_TK.detach()
-        route = router.route(segment.idx_TK)
         if segment.wire_dtype is not None:
             x_TH = x_TH.to(segment.wire_dtype)
-        return _Sent(route, x_TH.shape[1], w_TK.shape[1], x_TH.dtype, w_TK.dtype), (x_TH, w_TK)
+        return sent_by(router.route(segment.idx_TK), x_TH, w_TK), (x_TH, w_TK)
+
+    def _refuse_unfilled(self, work: MicroBatch) -> None:
+        for layer, leaf in work.stand_ins.items():
+            if leaf.grad is not None and not self._shape.sends_logits(layer):
+                raise PlanError(
+                    f"the loss uses router logits of MoE layer {layer}, which lives in another group: set "
+                    "output_router_logits=True in the model's config before the fit, or use groups=1"
+                )
 
     def _finish(self, flight: _InFlight) -> None:
-        assert flight.work is not None
-        flight.work.close()
-        flight.work = None
-        flight.routes.clear()
+        if flight.work is not None:
+            flight.work.close()
+            flight.work = None
+
+
+def _section(tensor_TW: Tensor) -> Section:
+    return Section(tensor_TW.shape[0], tensor_TW.shape[1], tensor_TW.dtype)
+
+
+def _only_logits(segment: Segment) -> Tensor | None:
+    return segment.logits[0][0].detach().flatten(0, -2) if segment.logits else None

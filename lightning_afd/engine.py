@@ -12,17 +12,23 @@ from torch import nn
 from lightning_afd.attention_rank import AttentionRank
 from lightning_afd.errors import PlanError
 from lightning_afd.ffn_rank import FFNRank
+from lightning_afd.gradients import buckets
+from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
-from lightning_afd.model.port import Host, forbid, install
-from lightning_afd.model.routing import Router
-from lightning_afd.model.split import (
-    MoELayer,
-    find_moe_layers,
+from lightning_afd.model.materialise import materialise
+from lightning_afd.model.place import (
     keep_attention,
     keep_experts,
     mark_placed,
+    owned_parameters,
     placed_at,
+    stub_embeddings,
 )
+from lightning_afd.model.port import Cut, forbid, install
+from lightning_afd.model.recompute import Recompute
+from lightning_afd.model.routing import Router
+from lightning_afd.model.split import MoELayer, decoder_layers, find_moe_layers, wants_router_logits
+from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action
@@ -46,11 +52,24 @@ class Plan:
     """Routed experts of each MoE layer."""
     order: str
     micro_batches: int
+    recompute: Recompute = "none"
+    """What A ranks compute again in backward."""
+    recompute_experts: bool = False
+    """Whether F ranks keep only the inputs of their experts for backward."""
+    router_logits: bool = False
+    """Whether the loss needs the router logits of all layers on A group 0."""
+
+    def shape(self, micro_batches: int) -> Shape:
+        """The shape of a step with so many micro-batches."""
+        return Shape(
+            layers=self.layers,
+            groups=self.layout.groups,
+            micro_batches=micro_batches,
+            router_logits=self.router_logits,
+        )
 
     def check(self) -> None:
         """Refuse what cannot run; raises PlanError with the numbers."""
-        if self.layout.groups > 1:
-            raise PlanError(f"groups={self.layout.groups}: only one group per role can be trained, use groups=1")
         if not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
             raise PlanError(f"micro_batches={self.micro_batches}: choose 1 to {MAX_MICRO_BATCHES}")
         fewest = min(self.experts)
@@ -83,11 +102,19 @@ class Engine:
         self._transport = transport
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._step = 0
-        self._undo: Callable[[], None] = lambda: None
+        self.seed = 0
+        """Seed of the job, that of rank 0."""
+        self._undo: list[Callable[[], None]] = []
+        self._peers = Peers(plan.layout, plan.shape(1), rank)
 
     @property
     def is_attention(self) -> bool:
         return self.worker.role == "A"
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the user's step runs to its end on this rank: on A group 0."""
+        return self.worker == Worker("A", 0)
 
     def place(self, root: nn.Module, layers: Sequence[MoELayer]) -> None:
         """Leave this rank only the parameters that it owns; the others go to the meta device under the same names.
@@ -102,28 +129,68 @@ class Engine:
             return
         mark_placed(layers, place)
         if self.is_attention:
-            keep_attention(layers)
+            keep_attention(root, decoder_layers(root, layers), self._peers.segments)
         else:
-            keep_experts(root, layers, self._expert_maps(), self.plan.layout.index_of(self.rank))
+            owned = [layers[index] for index in self._peers.layers]
+            keep_experts(root, owned, self._expert_maps(), self.plan.layout.index_of(self.rank))
 
-    def connect(self, layers: Sequence[MoELayer], device: torch.device) -> None:
+    def materialise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
+        """Collective: give what this rank owns and was made on the meta device its first values, and make the dense
+        parameters of all replicas of a group equal to those of the first one.
+        """
+        seed = self.collectives.broadcast_object(torch.initial_seed(), 0)
+        assert isinstance(seed, int)
+        self.seed = seed
+        index = self.plan.layout.index_of(self.rank)
+        ids: dict[nn.Module, Sequence[int]] = {}
+        if not self.is_attention:
+            maps = self._expert_maps()
+            ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
+        materialise(root, ids, device, seed)
+        if self.is_attention and self.plan.layout.attention > 1:
+            self._equalise(root)
+
+    def _equalise(self, root: nn.Module) -> None:
+        """A script without a seed starts every rank with other weights: replicas take those of the first one."""
+        tensors = [p.data for _, p in owned_parameters(root)]
+        tensors += [b for b in root.buffers() if b.device.type != "meta" and b.is_floating_point()]
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self.collectives.copy_from_first_replica(flat)
+            for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""
-        layout = self.plan.layout
         self.link = Link(self._transport, self.rank, device)
-        peers = layout.ranks_of(Worker("F" if self.is_attention else "A", self.worker.group))
         if self.is_attention:
-            host = Host()
-            self._undo = install(host, layers)
-            routers = [Router(expert_map, layout.ffn, device) for expert_map in self._expert_maps()]
-            self._role: AttentionRank | FFNRank = AttentionRank(self.link, host, routers, peers)
+            self._role: AttentionRank | FFNRank = self._connect_attention(root, layers, device)
         else:
-            self._undo = forbid(layers)
-            self._role = FFNRank(self.link, [ExpertShard(layer.experts) for layer in layers], peers)
+            again = self.plan.recompute_experts
+            shards = {index: ExpertShard(layers[index].experts, recompute=again) for index in self._peers.layers}
+            self._undo.append(forbid(decoder_layers(root, layers)))
+            self._role = FFNRank(self.link, shards, self._peers)
         self.runtime = Runtime(self.rank, self.worker, self._role.handlers())
+
+    def _connect_attention(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> AttentionRank:
+        peers, several = self._peers, self.plan.layout.groups > 1
+        cut = Cut(
+            host=Host(),
+            segments=peers.segments,
+            may_suspend_inside=not several,
+            stands_in=several and self.worker.group == 0,
+            recompute=self.plan.recompute,
+        )
+        self._undo += [install(cut, decoder_layers(root, layers)), stub_embeddings(root)]
+        maps = self._expert_maps()
+        routers = {index: Router(maps[index], self.plan.layout.ffn, device) for index in peers.layers}
+        return AttentionRank(self.link, cut.host, routers, peers)
 
     def disconnect(self) -> None:
         """Give the layers their own forward back."""
-        self._undo()
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def agree(self, micro_batches: int, total: float) -> Agreement:
         """Exchange what each A rank has for the coming step (F ranks pass zeros)."""
@@ -153,7 +220,7 @@ class Engine:
     def schedule(self, micro_batches: int, *, training: bool) -> Schedule:
         key = (micro_batches, training)
         if key not in self._schedules:
-            schedule = build(self.plan.order, Shape(layers=self.plan.layers, groups=1, micro_batches=micro_batches))
+            schedule = build(self.plan.order, self.plan.shape(micro_batches))
             schedule = schedule if training else forward_only(schedule)
             check(schedule)
             self._schedules[key] = schedule
@@ -172,15 +239,18 @@ class Engine:
         return [ExpertMap.contiguous(experts, self.plan.layout.ffn) for experts in self.plan.experts]
 
 
-def make_plan(root: nn.Module, layout: Layout, *, order: str, micro_batches: int) -> tuple[Plan, tuple[MoELayer, ...]]:
-    """Look at a whole model and say how it will be trained; raises PlanError for what cannot work."""
+def make_plan(root: nn.Module, layout: Layout, **choices: Any) -> tuple[Plan, tuple[MoELayer, ...]]:
+    """Look at a whole model and say how it will be trained; `choices` are the other fields of Plan (order ...).
+
+    Raises PlanError for what cannot work.
+    """
     layers = find_moe_layers(root)
     plan = Plan(
         layout=layout,
         layers=len(layers),
         experts=tuple(layer.num_experts for layer in layers),
-        order=order,
-        micro_batches=micro_batches,
+        **choices,
+        router_logits=layout.groups > 1 and wants_router_logits(root),
     )
     plan.check()
     return plan, layers

@@ -1,15 +1,19 @@
-"""What an F rank does for each action of its program: it gathers the rows of all A ranks and runs experts."""
+"""What an F rank does for each action of its program: it gathers the rows of all replicas and runs experts.
+
+The dispatch of layer l and the gradients for it belong to the A ranks of segment l, the sums to those of segment l + 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_afd.model.experts import ExpertShard
+from lightning_afd.peers import Peers
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.transport.link import Link, Posted, PostedDispatch
@@ -34,10 +38,12 @@ class _Gathered:
 class FFNRank:
     """State of one F rank during a step, and the handlers of its actions."""
 
-    def __init__(self, link: Link, shards: Sequence[ExpertShard], a_ranks: Sequence[int]) -> None:
+    def __init__(self, link: Link, shards: dict[int, ExpertShard], peers: Peers) -> None:
         self._link = link
-        self._shards = tuple(shards)
-        self._a_ranks = tuple(a_ranks)
+        self._shards = shards
+        self._peers = peers
+        self._next = dict(pairwise((*peers.layers, None)))
+        self._previous = dict(pairwise((*reversed(peers.layers), None)))
         self._training = False
         self._dispatches: dict[int, list[PostedDispatch]] = {}
         self._gradients: dict[int, list[Posted]] = {}
@@ -48,8 +54,8 @@ class FFNRank:
         """Offer buffers for the first dispatch of every micro-batch."""
         self._training = training
         self.received_rows = 0
-        for micro_batch in range(micro_batches):
-            self._post_dispatch(0, micro_batch)
+        for micro_batch in range(micro_batches if self._peers.layers else 0):
+            self._post_dispatch(self._peers.layers[0], micro_batch)
 
     def end(self) -> None:
         """Drop whatever is left, after the last action or an error."""
@@ -88,8 +94,9 @@ class FFNRank:
 
     def _return_sums(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
-        if action.layer + 1 < len(self._shards):
-            self._post_dispatch(action.layer + 1, action.micro_batch)
+        following = self._next[action.layer]
+        if following is not None:
+            self._post_dispatch(following, action.micro_batch)
         elif self._training:
             self._post_gradient(action.layer, action.micro_batch)
         self._answer(action, item, [[section] for section in item.x])
@@ -113,8 +120,9 @@ class FFNRank:
 
     def _return_gradients(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
-        if action.layer > 0:
-            self._post_gradient(action.layer - 1, action.micro_batch)
+        previous = self._previous[action.layer]
+        if previous is not None:
+            self._post_gradient(previous, action.micro_batch)
         self._answer(action, item, [[x, w] for x, w in zip(item.x, item.w, strict=True)])
 
     def _weight_gradient(self, action: Action) -> None:
@@ -126,23 +134,29 @@ class FFNRank:
             shard.weight_gradient(item.pending)
 
     def _answer(self, action: Action, item: _Gathered, sections: list[list[Section]]) -> None:
-        for peer, wanted, tensors in zip(self._a_ranks, sections, item.out, strict=True):
+        segment = action.layer + (action.phase == "f")
+        for peer, wanted, tensors in zip(self._peers.attention_ranks(segment), sections, item.out, strict=True):
             message, views = self._link.allocate(action, wanted)
             for view, tensor in zip(views, tensors, strict=False):
                 if view.numel():  # an A rank without rows doesn't say how wide they would be
                     view.copy_(tensor)
-            self._link.send(action, peer, message)
+            if action.phase == "f" and self._peers.shape.hops(action.layer):  # its receiver may not know the rows yet
+                self._link.send_dispatch(action, peer, message, message.numel())
+            else:
+                self._link.send(action, peer, message)
         item.out = []
 
     def _post_dispatch(self, layer: int, micro_batch: int) -> None:
         action = Action("D", layer, "f", micro_batch)
-        self._dispatches[micro_batch] = [self._link.post_dispatch(action, peer) for peer in self._a_ranks]
+        peers = self._peers.attention_ranks(layer)
+        self._dispatches[micro_batch] = [self._link.post_dispatch(action, peer) for peer in peers]
 
     def _post_gradient(self, layer: int, micro_batch: int) -> None:
         action = Action("D", layer, "b", micro_batch)
         sections = self._gathered[layer, micro_batch].x
         self._gradients[micro_batch] = [
-            self._link.post(action, peer, [section]) for peer, section in zip(self._a_ranks, sections, strict=True)
+            self._link.post(action, peer, [section])
+            for peer, section in zip(self._peers.attention_ranks(layer + 1), sections, strict=True)
         ]
 
 

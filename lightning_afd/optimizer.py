@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_afd.model.place import is_owned
 from lightning_afd.transport.base import Collectives
 
 
 def drop_foreign(optimizer: Optimizer) -> None:
     """Take parameters of other ranks (on meta) out of the groups; empty groups stay, so that schedulers agree."""
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter.device.type != "meta"]
+        group["params"] = [parameter for parameter in group["params"] if is_owned(parameter)]
 
 
 @dataclass(frozen=True)

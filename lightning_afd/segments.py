@@ -2,11 +2,13 @@
 
 Segment l (0..L) ends with the output `base` of MoE layer l without its experts; the next one starts at the leaf
 h = base + y. So the graph of a step is L + 1 separate pieces, and dY of layer l is the gradient of h of segment l + 1.
+A layer whose output is not base + y is suspended at its experts instead: y is a leaf inside segment l, h is the layer's
+output, and dY is the gradient of that leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.port import Coroutine, Host, Segment
+from lightning_afd.model.coroutine import Coroutine, Host, Segment
+from lightning_afd.model.graph import shared_by
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,100 +34,155 @@ class UserStep:
     """Weight of this micro-batch's loss in the loss of the global batch; 0 for masked micro-batches."""
     loss_of: Callable[[Any], Tensor | None] = lambda result: None
     """Picks the loss out of what the step returned."""
+    seed: int | None = None
+    """Random numbers of this micro-batch; None: those of the process."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What a segment's backward hands to the layer before: dY for its experts, dh for its attention."""
+
+    dY_TH: Tensor
+    dh_TH: Tensor
 
 
 class MicroBatch:
     """Forward and backward of one micro-batch, segment by segment."""
 
-    def __init__(self, host: Host, step: UserStep) -> None:
+    def __init__(self, host: Host, step: UserStep, layers: int, segments: tuple[int, ...]) -> None:
         self._host = host
         self._step = step
-        self._coroutine = Coroutine(host, step.function, step.around)
+        self._layers = layers
+        self._mine = segments
+        self._coroutine = Coroutine(host, step.function, step.around, step.seed)
         self._segments: dict[int, Segment] = {}
-        self._dh: Tensor | None = None
-
-    def forward(self, layer: int, layers: int, y_TH: Tensor | None) -> Segment | None:
-        """Run segment `layer` with the experts' sums of the layer before; None after the tail (segment `layers`)."""
-        h = None if layer == 0 else self._join(self._segments[layer - 1], y_TH)
-        if not torch.is_grad_enabled():  # evaluation
-            self._segments.clear()
-        segment = self._coroutine.resume(h)
-        if self._coroutine.finished != (layer == layers):
-            raise PlanError(
-                f"the step ended in MoE layer {segment.layer} of {layers}: every step must run all layers once"
-                if self._coroutine.finished
-                else f"the step went on to MoE layer {segment.layer} after its last one, {layers - 1}"
-            )
-        self._segments[layer] = segment
-        return None if layer == layers else segment
 
     @property
     def result(self) -> Any:
         """What the user's step returned."""
         return self._coroutine.result
 
-    def tail_backward(self, layers: int) -> Tensor:
-        """Backward of the loss through the tail; returns dY of the last MoE layer, zeros for a masked micro-batch."""
-        segment = self._segments.pop(layers)
+    @property
+    def stand_ins(self) -> dict[int, Tensor]:
+        """Leaves of the router logits of layers on other ranks, by layer."""
+        return self._coroutine.stand_ins
+
+    def forward(self, layer: int, y_TH: Tensor | None, base_TH: Tensor | None) -> Segment | None:
+        """Run segment `layer`; None after the tail.
+
+        `y_TH` are the experts' sums of the layer before, `base_TH` its base where another rank computed it.
+        """
+        coroutine = self._coroutine
+        if layer == 0:
+            coroutine.resume()
+        else:
+            if not coroutine.started:
+                coroutine.resume()
+            self._check_alive(layer)
+            self._enter(layer, y_TH, base_TH)
+        if coroutine.finished != (layer == self._layers):
+            self._refuse(layer)
+        self._segments[layer] = segment = coroutine.segment
+        if coroutine.finished:
+            coroutine.segment = Segment(layer=layer)  # it must not keep the tail's activations
+        if layer == self._mine[-1] and layer != self._layers:
+            coroutine.close()
+        return None if layer == self._layers else segment
+
+    def tail_backward(self) -> Gradients:
+        """Backward of the loss through the tail; zeros for a masked micro-batch."""
         loss = self._step.loss_of(self._coroutine.result)
         self._coroutine.result = tree_map_only(Tensor, Tensor.detach, self._coroutine.result)
+        shared = self._shares_graph(loss)
         if loss is not None and self._step.weight != 0.0:
             with self._host.backward():
-                torch.autograd.backward([loss], [torch.full_like(loss, self._step.weight)])
-        elif loss is not None:
-            _give_zeros(loss)
-        return self._take_dh(segment)
+                _backward([(loss, torch.full_like(loss, self._step.weight))], retain_graph=shared)
+        return self._gradients(self._segments.pop(self._layers))
 
-    def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor) -> Tensor | None:
-        """Backward of segment `layer`; returns dY of the layer before (None for segment 0)."""
+    def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor, dh_TH: Tensor) -> Gradients | None:
+        """Backward of segment `layer`; None for segment 0, which has no layer before."""
+        shared = self._shares_graph()
         segment = self._segments.pop(layer)
         assert segment.base is not None and segment.x_TH is not None and segment.w_TK is not None
-        pairs = [(segment.base, self._dh), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)]
-        if segment.logits_inside:  # then this completes the gradients of their leaves
-            self._run_backward(pairs, retain_graph=True)
-            pairs = []
-        self._run_backward([*pairs, *((logits, leaf.grad) for logits, leaf in segment.logits)], retain_graph=False)
-        return None if segment.h is None else self._take_dh(segment)
-
-    def _run_backward(self, pairs: Sequence[tuple[Tensor, Tensor | None]], *, retain_graph: bool) -> None:
-        """Backward from several outputs at once, leaving out those without gradient."""
-        kept = [(out, grad) for out, grad in pairs if out.requires_grad and grad is not None]
-        if kept:
-            grads = [grad.to(out.dtype).reshape(out.shape) for out, grad in kept]
-            with self._host.backward():
-                torch.autograd.backward([out for out, _ in kept], grads, retain_graph=retain_graph)
+        chained = [(logits, leaf) for logits, leaf in segment.logits if segment.chained]
+        pairs = [(segment.base, dh_TH), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)]
+        if not chained:
+            pairs += [(logits, leaf.grad) for logits, leaf in segment.logits if leaf.grad is not None]
+        with self._host.backward(segment):
+            _backward(pairs, retain_graph=shared or bool(chained))
+            _backward([(logits, leaf.grad) for logits, leaf in chained if leaf.grad is not None], retain_graph=shared)
+        return None if segment.h is None else self._gradients(segment)
 
     def close(self) -> None:
         """Drop the coroutine and all activations."""
         self._coroutine.close()
         self._segments.clear()
-        self._dh = None
 
-    def _join(self, segment: Segment, y_TH: Tensor | None) -> Tensor:
-        base = segment.base
-        assert base is not None
-        h = base.detach()
-        if y_TH is not None:
-            h = (h + y_TH.reshape(h.shape)).to(h.dtype)
-        return h.requires_grad_() if torch.is_grad_enabled() else h
+    def logits_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Router logits of an own layer and their leaf, whose gradient may come from another rank."""
+        logits = self._segments[layer].logits
+        return logits[0] if logits else None
 
-    def _take_dh(self, segment: Segment) -> Tensor:
+    def _check_alive(self, layer: int) -> None:
+        if self._coroutine.finished:
+            self._refuse(layer)
+
+    def _enter(self, layer: int, y_TH: Tensor | None, base_TH: Tensor | None) -> None:
+        """Give the coroutine what it waits for: the experts' sums inside a layer, or the hidden states behind it."""
+        grad = torch.is_grad_enabled()
+        coroutine = self._coroutine
+        before = self._segments.get(layer - 1) if grad else self._segments.pop(layer - 1, None)
+        if before is not None and before.inside:
+            assert y_TH is not None and before.x_TH is not None
+            y = y_TH.reshape(coroutine.shape).to(before.x_TH.dtype)
+            coroutine.resume(y.requires_grad_() if grad else y)
+            return
+        if base_TH is None:
+            assert before is not None and before.base is not None
+            base_TH = before.base.detach()
+        h = base_TH.reshape(coroutine.shape)
+        h = h if y_TH is None else (h + y_TH.reshape(h.shape)).to(h.dtype)
+        coroutine.segment = Segment(layer=layer, h=h.requires_grad_() if grad else h)
+        coroutine.resume(h)
+
+    def _gradients(self, segment: Segment) -> Gradients:
         h = segment.h
         assert h is not None
-        self._dh = torch.zeros_like(h) if h.grad is None else h.grad
+        dh = torch.zeros_like(h) if h.grad is None else h.grad
         h.grad = None
-        return self._dh
+        before = self._segments.get(segment.layer - 1)
+        dY = dh
+        if before is not None and before.inside:
+            assert before.base is not None and before.y_TH is not None
+            with self._host.backward():
+                dY = torch.autograd.grad(before.base, before.y_TH, dh, retain_graph=True)[0]
+            if before.y_TH.grad is not None:  # what the layer made of it is used behind the layer, too
+                dY = dY + before.y_TH.grad
+        return Gradients(dY.reshape(-1, dY.shape[-1]), dh.reshape(-1, dh.shape[-1]))
+
+    def _shares_graph(self, loss: Tensor | None = None) -> bool:
+        """Whether segments have operations in common, found out once; their graphs then outlive the first backward."""
+        if self._host.shares_graph is None:
+            found = shared_by(list(self._segments.values()), loss)
+            self._host.shares_graph = found is not None
+            if found is not None and len(self._mine) <= self._layers:
+                raise PlanError(
+                    f"attention segment {found[1]} uses tensors of segment {found[0]} beside its hidden states: "
+                    "such a model needs groups=1"
+                )
+        return self._host.shares_graph
+
+    def _refuse(self, layer: int) -> None:
+        if self._coroutine.finished:
+            last = self._coroutine.segment.layer
+            raise PlanError(
+                f"the step ended in MoE layer {last} of {self._layers}: every step must run all layers once"
+            )
+        raise PlanError(f"the step went on to MoE layer {layer} after its last one, {self._layers - 1}")
 
 
-def _give_zeros(loss: Tensor) -> None:
-    """Give the leaves of a masked loss zero gradients, not None and not 0 x NaN: decay and momentum still act."""
-    nodes, seen = [loss.grad_fn], {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf.grad is None:
-            leaf.grad = torch.zeros_like(leaf)
+def _backward(pairs: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
+    pairs = [(out, grad) for out, grad in pairs if out.requires_grad]
+    if pairs:
+        grads = [grad.to(out.dtype).reshape(out.shape) for out, grad in pairs]
+        torch.autograd.backward([out for out, _ in pairs], grads, retain_graph=retain_graph)

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.place import owned_parameters
 from lightning_afd.model.split import MoELayer
 from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
 from lightning_afd.strategies.base import RankedStrategy
@@ -29,6 +30,7 @@ from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.epoch_hooks import EpochHooks
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
+from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.timeline import Timeline
 
 
@@ -91,6 +93,7 @@ class AFDStrategy(RankedStrategy):
         refuse_unsupported(trainer, module)
         self.engine, layers = self._make_engine(module)
         self._place(module, layers)
+        self.engine.materialise(module, layers, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         self._move_owned(module)
         if fitting:
@@ -98,8 +101,9 @@ class AFDStrategy(RankedStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        self.engine.connect(layers, self.root_device)
-        self._driver = Driver(self.engine, module)
+        self.engine.connect(module, layers, self.root_device)
+        self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
+        self._driver = Driver(self.engine, module, self.seeds)
         assert self._groups is not None
         self._epoch_hooks = EpochHooks(module, self.engine, self.guarded, self._groups.replicas)
         if not self.engine.is_attention:
@@ -111,7 +115,14 @@ class AFDStrategy(RankedStrategy):
         """The engine of this rank, after all ranks have compared their plans."""
         config = self.config
         try:
-            plan, layers = make_plan(module, self.layout, order=config.order, micro_batches=config.micro_batches)
+            plan, layers = make_plan(
+                module,
+                self.layout,
+                order=config.order,
+                micro_batches=config.micro_batches,
+                recompute=config.recompute,
+                recompute_experts=config.recompute_experts,
+            )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
         self.compare_plans(repr(plan))
@@ -194,7 +205,7 @@ class AFDStrategy(RankedStrategy):
             for parameter in self.driver.parameters:
                 parameter.grad = None
             return
-        names = [name for name, p in self.lightning_module.named_parameters() if p.device.type != "meta"]
+        names = [name for name, _ in owned_parameters(self.lightning_module)]
         name = self.transport.broadcast_object(names[number] if rank == self.global_rank else None, rank)
         worker = self.layout.worker_of(rank)
         raise FloatingPointError(

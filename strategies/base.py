@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.failure import FailureBoard
+from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
@@ -51,6 +52,8 @@ class RankedStrategy(ParallelStrategy):
         self._board: FailureBoard | None = None
         self._failed = False
         self.transport: P2PTransport
+        self.seeds: Seeds
+        """Random numbers of this replica's micro-batches."""
 
     # -- what Lightning's accelerator connector and launcher ask --------------------------------------------------
 

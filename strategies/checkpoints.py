@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_afd.model.place import foreign_names
 from lightning_afd.strategies.base import RankedStrategy
 
 META = "meta.pt"
@@ -24,8 +25,11 @@ class RankCheckpoints:
 
     def owned_state(self) -> dict[str, Any]:
         """The module's state without parameters of other ranks."""
-        state = self._strategy.lightning_module.state_dict()
-        return {name: value for name, value in state.items() if not _is_foreign(value)}
+        module = self._strategy.lightning_module
+        foreign = foreign_names(module)
+        return {
+            name: value for name, value in module.state_dict().items() if name not in foreign and not _is_lazy(value)
+        }
 
     def restore_owned(self, state: dict[str, Any], *, strict: bool) -> None:
         """Load `owned_state`; raises RuntimeError for owned names that are missing, and for unknown ones, if strict."""
@@ -47,7 +51,7 @@ class RankCheckpoints:
             _remove(temporary)
             temporary.mkdir(parents=True)
         strategy.barrier()
-        checkpoint = {**checkpoint, "afd": {"random": _random_state()}}
+        checkpoint = {**checkpoint, "afd": {"random": _random_state(), "seeds": strategy.seeds.state()}}
         if self._is_copy():
             checkpoint.pop("state_dict", None)
             checkpoint.pop("optimizer_states", None)
@@ -75,10 +79,11 @@ class RankCheckpoints:
         safe = True if weights_only is None else weights_only
         checkpoint = torch.load(path / _file(strategy.global_rank), map_location="cpu", weights_only=safe)
         if self._is_copy():
-            first = torch.load(path / _file(0), map_location="cpu", weights_only=safe)
+            first = torch.load(path / _file(self._first_of_group()), map_location="cpu", weights_only=safe)
             checkpoint["state_dict"] = first["state_dict"]
             checkpoint["optimizer_states"] = first.get("optimizer_states", [])
         _set_random_state(checkpoint["afd"]["random"])
+        strategy.seeds.restore(checkpoint["afd"]["seeds"])
         return dict(checkpoint)
 
     def remove(self, filepath: Any) -> None:
@@ -90,12 +95,17 @@ class RankCheckpoints:
         layout, rank = self._strategy.layout, self._strategy.global_rank
         return layout.worker_of(rank).role == "A" and layout.index_of(rank) > 0
 
+    def _first_of_group(self) -> int:
+        layout = self._strategy.layout
+        return layout.ranks_of(layout.worker_of(self._strategy.global_rank))[0]
+
 
 def _file(rank: int) -> str:
     return f"rank-{rank}.ckpt"
 
 
-def _is_foreign(value: Any) -> bool:
+def _is_lazy(value: Any) -> bool:
+    """Whether a buffer of a module that does not run here was never materialised."""
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_afd.errors import PlanError
+from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import ORDERS
 
@@ -27,6 +28,10 @@ class AFDConfig:
     """Parts that each batch is cut into; a batch with fewer rows uses fewer."""
     order: str = "af-pipe"
     """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
+    recompute: Recompute = "none"
+    """What A ranks compute again in backward: "none", "attention" (all but experts and routers) or "full" layers."""
+    recompute_experts: bool = False
+    """Whether F ranks keep only the inputs of their experts for backward."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """A gradient norm that is not finite ends the job with the rank and parameter, or nobody makes the step."""
     timeout: timedelta = timedelta(minutes=10)
@@ -35,6 +40,8 @@ class AFDConfig:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise MisconfigurationException(f"order={self.order!r}: choose one of {', '.join(ORDERS)}")
+        if self.recompute not in CHOICES:
+            raise MisconfigurationException(f"recompute={self.recompute!r}: choose one of {', '.join(CHOICES)}")
         if self.on_nonfinite not in ("error", "skip"):
             raise MisconfigurationException(f"on_nonfinite={self.on_nonfinite!r}: choose 'error' or 'skip'")
         if self.micro_batches < 1:

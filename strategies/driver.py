@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from lightning_afd.batch import batch_rows, loss_weight, merge_outputs, split_ba
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
+from lightning_afd.model.place import owned_parameters
 from lightning_afd.segments import UserStep
+from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Recorder
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -40,14 +42,15 @@ class StepStats:
 class Driver:
     """Runs a module's steps on this rank: as coroutines on A ranks, as expert work on F ranks."""
 
-    def __init__(self, engine: Engine, module: pl.LightningModule) -> None:
+    def __init__(self, engine: Engine, module: pl.LightningModule, seeds: Seeds) -> None:
         self.engine = engine
         self.stats: StepStats | None = None
         self._module = module
-        self._parameters = [p for p in module.parameters() if p.device.type != "meta"]
+        self._parameters = [parameter for _, parameter in owned_parameters(module)]
         self._stash = GradientStash(self._parameters)
         self._recorder = Recorder()
-        self._exchange = Exchange(engine.collectives, speaks=engine.is_attention)
+        self._seeds = seeds
+        self._exchange = Exchange(engine.collectives, speaks=engine.has_tail)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -59,21 +62,25 @@ class Driver:
         start = time.perf_counter()
         pieces = self._split(args[0]) if self.engine.is_attention else []
         weights = [self._weight(piece) for piece in pieces]
-        agreed = self.engine.agree(len(pieces), sum(weights))
+        agreed = self.engine.agree(len(pieces), sum(weights) if self.engine.has_tail else 0.0)
         scale = 1.0 if self._sums else 1.0 / max(agreed.total, 1e-300)
         steps = [
-            self._user_step(self._module.training_step, (piece, *args[1:]), around, weight * scale)
+            replace(
+                self._user_step(self._module.training_step, (piece, *args[1:]), around, weight * scale),
+                seed=self._seeds.next(),
+            )
             for piece, weight in zip(pieces, weights, strict=True)
         ]
         self._stash.begin()
         with self._recorder.capture(self._module):
             results = self.engine.run(steps, agreed.micro_batches, training=True)
         self._stash.end()
-        losses = [_loss_value(result) * step.weight for result, step in zip(results, steps, strict=True) if step.weight]
+        done = zip(results, steps, strict=True) if self.engine.has_tail else ()
+        losses = [_loss_value(result) * step.weight for result, step in done if step.weight]
         with around():  # where Lightning itself would log: metrics take the default dtype of this context
             loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
         made = installing_loss(loss, partial(self._install, last_of_window=last_of_window))
-        return merge_outputs(results, weights, made)
+        return merge_outputs(results, weights, made) if self.engine.has_tail else made
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
         """One batch of validation or test, forward only; returns the user's output on A ranks and None on F ranks."""

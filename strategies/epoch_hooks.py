@@ -1,4 +1,4 @@
-"""The user's hooks at the end of an epoch look at what steps left behind, which only A ranks have: they run there.
+"""The user's hooks at the end of an epoch look at what steps left behind, which only A group 0 has: they run there.
 
 What they log is joined over the A ranks and logged on all ranks, so that monitors agree. Metrics of torchmetrics are
 reduced over the A ranks, too.
@@ -28,11 +28,11 @@ class EpochHooks:
 
     def __init__(self, module: pl.LightningModule, engine: Engine, guard: Callable[..., Any], group: Any) -> None:
         self._module = module
-        self._is_attention = engine.is_attention
+        self._runs = engine.has_tail
         self._hooks = [name for name in _HOOKS if is_overridden(name, module)]
         self._metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
         for name in self._hooks:
-            exchange = Exchange(engine.collectives, speaks=engine.is_attention)
+            exchange = Exchange(engine.collectives, speaks=engine.has_tail)
             module.__dict__[name] = partial(guard, self._run, getattr(module, name), exchange)
         for metric in self._metrics:
             metric.process_group = group
@@ -46,7 +46,7 @@ class EpochHooks:
 
     def _run(self, hook: Callable[[], Any], exchange: Exchange) -> None:
         recorder = Recorder()
-        if self._is_attention:
+        if self._runs:
             with recorder.capture(self._module):
                 hook()
         _, logged = exchange.share([], recorder, by_rows=True)

@@ -10,12 +10,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from tiny import tiny_hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_afd import AFDStrategy
-from lightning_afd.placement import ExpertMap
-from tiny import tiny_hf
 
 
 def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
@@ -178,6 +177,4 @@ def largest_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float
     """Largest |got - want| over the largest |want| of its parameter; infinite where names differ."""
     if got.keys() != want.keys():
         return float("inf")
-    return max(
-        ((got[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-12)).item() for name in want
-    )
+    return max(((got[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-12)).item() for name in want)

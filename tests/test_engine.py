@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import local_job
 import pytest
 import torch
 from local_job import Batches, Gradients, LocalJob, make_batches, micro_batch_loss, plain_step, user_step
@@ -16,8 +15,9 @@ from lightning_afd.engine import Engine, Plan
 from lightning_afd.errors import PlanError
 from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.model.experts import ExpertShard
-from lightning_afd.model.split import owned_bytes
+from lightning_afd.model.place import owned_bytes
 from lightning_afd.placement import Layout
+from lightning_afd.recipes import local_job as job_module
 from lightning_afd.schedule.orders import ORDERS
 
 LAYOUTS = [(1, 1), (2, 2), (1, 2), (3, 1)]
@@ -179,7 +179,7 @@ def test_comparison_sees_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert broken(ExpertShard, "backward", without_dw) > 1e-3
     assert broken(FFNRank, "_answer", without_rows_of_the_last_rank) > 1e-3
-    assert broken(local_job, "sum_over_replicas", lambda *args: None) > 1e-3
+    assert broken(job_module, "sum_over_replicas", lambda *args: None) > 1e-3
     assert broken(ExpertShard, "weight_gradient", lambda shard, pending: shard.zero_missing_gradients()) == 1.0
 
 

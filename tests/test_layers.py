@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lightning_afd"
 MAX_LINES = 350
 
-PURE = ("errors", "placement", "schedule", "timeline", "cost", "simulate", "allocate", "tune")
+PURE = ("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", "simulate", "allocate", "tune")
 TORCH = (
-    *("model", "transport", "batch", "segments", "gradients", "optimizer"),
+    *("model", "transport", "batch", "segments", "sent", "gradients", "optimizer"),
     *("runtime", "attention_rank", "ffn_rank", "engine", "checkpoint"),
 )
 LIGHTNING = ("callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")

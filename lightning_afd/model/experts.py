@@ -38,12 +38,15 @@ class Once(Generic[Payload]):
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What forward leaves to backward: rows, input x_TH, routing weights w_TK, values before the gate z_RZ."""
+    """What forward leaves to backward: rows, input x_TH, routing weights w_TK, values before the gate z_RZ.
+
+    z_RZ is None where it is to be computed again.
+    """
 
     rows: Rows
     x_TH: Tensor
     w_TK: Tensor
-    z_RZ: Tensor
+    z_RZ: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +64,53 @@ class Cotangents:
     w_R: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """How an experts module stores its weights: transformers' decorator says so on the instance."""
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+
+def flags_of(module: nn.Module) -> Flags | None:
+    """The flags of an experts module; without the decorator they follow from `_apply_gate` and the weights' shapes."""
+    if all(hasattr(module, flag) for flag in _FLAGS):
+        return Flags(*(bool(getattr(module, flag)) for flag in _FLAGS))
+    parameters = dict(module.named_parameters(recurse=False))
+    if not hasattr(module, "_apply_gate") or not {"gate_up_proj", "down_proj"} <= parameters.keys():
+        return None
+    up, down = parameters["gate_up_proj"], parameters["down_proj"]
+    if up.dim() != 3 or down.dim() != 3:
+        return None
+    (wide, hidden), (out, width) = up.shape[1:], down.shape[1:]
+    return Flags(True, "down_proj_bias" in parameters, (wide, hidden) != (2 * width, out))
+
+
 def is_experts(module: nn.Module) -> bool:
     """Tell whether a module follows the experts contract: flags, 3-D parameters, called as experts(x, idx, w)."""
-    if not all(hasattr(module, flag) for flag in _FLAGS):
+    flags = flags_of(module)
+    if flags is None:
         return False
     parameters = dict(module.named_parameters(recurse=False))
-    up = parameters.get("gate_up_proj" if module.has_gate else "up_proj")
+    up = parameters.get("gate_up_proj" if flags.has_gate else "up_proj")
     down = parameters.get("down_proj")
     if up is None or down is None or up.dim() != 3 or down.dim() != 3 or len(up) != len(down):
         return False
     return len(inspect.signature(type(module).forward).parameters) == 4  # self, x, idx, w
+
+
+def check_experts(module: nn.Module) -> None:
+    """Raise PlanError where a module does not follow the contract, or has weights that F ranks could not train."""
+    if not is_experts(module):
+        raise PlanError(f"{type(module).__name__} doesn't follow the experts contract of transformers 5")
+    known = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+    strange = [name for name, _ in module.named_parameters() if name not in known]
+    if strange:
+        raise PlanError(
+            f"{type(module).__name__} has parameters that F ranks can't train, since all experts share them: "
+            + ", ".join(strange)
+        )
 
 
 def shard_experts(module: nn.Module, experts: Sequence[int]) -> None:
@@ -94,9 +134,9 @@ def shard_experts(module: nn.Module, experts: Sequence[int]) -> None:
 class Projection:
     """One of the two linear maps of all experts of a shard, with the copy of its weights in the compute dtype."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, flags: Flags) -> None:
         self._module, self._name = module, name
-        self._transposed = bool(module.is_transposed)
+        self._transposed, self._has_bias = flags.is_transposed, flags.has_bias
         self._copies: dict[str, tuple[tuple[object, ...], Tensor]] = {}
 
     @property
@@ -107,7 +147,7 @@ class Projection:
     @property
     def bias(self) -> nn.Parameter | None:
         """The bias parameter [E, O], if the module has biases."""
-        return self._module.get_parameter(f"{self._name}_bias") if self._module.has_bias else None
+        return self._module.get_parameter(f"{self._name}_bias") if self._has_bias else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Weight and, where there is one, bias."""
@@ -165,20 +205,18 @@ class ExpertShard:
     """Compute of one layer's experts on one F rank; no autograd graph crosses a call.
 
     `grouped` chooses between torch's grouped GEMM and a loop over experts; None takes the grouped one on CUDA where
-    dtype and widths allow it. Tensors given to forward and backward are kept, not copied: their buffers must not be
-    reused before backward and the weight gradient have run.
+    dtype and widths allow it. With `recompute` only the inputs are kept for backward. Tensors given to forward and
+    backward are kept, not copied: their buffers must not be reused before backward and the weight gradient have run.
     """
 
-    def __init__(self, module: nn.Module, *, grouped: bool | None = None) -> None:
-        if not is_experts(module):
-            raise PlanError(f"{type(module).__name__} doesn't follow the experts contract of transformers 5")
-        self._module, self._grouped = module, grouped
-        self._up = Projection(module, "gate_up_proj" if module.has_gate else "up_proj")
-        self._down = Projection(module, "down_proj")
-        known = {id(parameter) for parameter in self.parameters()}
-        strange = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
-        if strange:
-            raise PlanError(f"{type(module).__name__} has parameters that F ranks can't train: {', '.join(strange)}")
+    def __init__(self, module: nn.Module, *, grouped: bool | None = None, recompute: bool = False) -> None:
+        check_experts(module)
+        flags = flags_of(module)
+        assert flags is not None
+        self._has_gate = flags.has_gate
+        self._module, self._grouped, self._recompute = module, grouped, recompute
+        self._up = Projection(module, "gate_up_proj" if flags.has_gate else "up_proj", flags)
+        self._down = Projection(module, "down_proj", flags)
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of this shard."""
@@ -194,10 +232,10 @@ class ExpertShard:
         """
         experts = len(self._down.weight)
         rows = sort_rows(idx_TK, experts, self._use_grouped(x_TH))
-        z_RZ = self._up.forward(x_TH.index_select(0, rows.token_R), rows)
+        z_RZ = self._before_gate(x_TH, rows)
         y_RH = self._down.forward(self._gate(z_RZ), rows)
         y_TH = rows.sum_per_token(y_RH * rows.weights(w_TK)[:, None]).to(x_TH.dtype)
-        return y_TH, Once(Activations(rows, x_TH, w_TK, z_RZ)) if keep else None
+        return y_TH, Once(Activations(rows, x_TH, w_TK, None if self._recompute else z_RZ)) if keep else None
 
     @torch.no_grad()
     def backward(self, saved: Once[Activations], dy_TH: Tensor) -> tuple[Tensor, Tensor, Once[Cotangents]]:
@@ -213,7 +251,8 @@ class ExpertShard:
         w_R = rows.weights(acts.w_TK)
         dy_RH = dy_TH.index_select(0, rows.token_R)
         g_RD = self._down.input_gradient(dy_RH, rows)
-        z_RZ = acts.z_RZ.detach().requires_grad_()
+        z_RZ = self._before_gate(acts.x_TH, rows) if acts.z_RZ is None else acts.z_RZ.detach()
+        z_RZ.requires_grad_()
         with torch.enable_grad():
             h_RD = self._gate(z_RZ)
         (dz_RZ,) = torch.autograd.grad(h_RD, z_RZ, (g_RD * w_R[:, None]).to(dtype))
@@ -248,8 +287,11 @@ class ExpertShard:
         self._up.drop_copies()
         self._down.drop_copies()
 
+    def _before_gate(self, x_TH: Tensor, rows: Rows) -> Tensor:
+        return self._up.forward(x_TH.index_select(0, rows.token_R), rows)
+
     def _gate(self, z_RZ: Tensor) -> Tensor:
-        return self._module._apply_gate(z_RZ) if self._module.has_gate else self._module.act_fn(z_RZ)
+        return self._module._apply_gate(z_RZ) if self._has_gate else self._module.act_fn(z_RZ)
 
     def _use_grouped(self, x_TH: Tensor) -> bool:
         if self._grouped is not None:

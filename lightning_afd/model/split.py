@@ -1,15 +1,23 @@
-"""Find the Mixture-of-Experts layers of any module and leave each rank only what it owns."""
+"""Find the Mixture-of-Experts layers of any module.
+
+They are found by their experts: modules with the weights of all experts in one tensor, as transformers 5 stores them.
+A module that is built otherwise names its layers itself, in a method
+
+    def afd_layers(self) -> list[tuple[nn.Module, nn.Module | None]]:
+        return [(layer, layer.experts) for layer in self.layers]  # None for a dense layer
+
+in the order of execution, dense layers included. Experts must follow the contract of model/experts.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.experts import is_experts, shard_experts
-from lightning_afd.placement import ExpertMap
+from lightning_afd.model.experts import check_experts, is_experts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,18 +40,13 @@ class MoELayer:
 
 def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
     """List the MoE layers of `root` in the order of execution; raises PlanError where there are none or too many."""
-    found = [(name, module) for name, module in root.named_modules() if is_experts(module)]
+    named = _named_by_user(root)
+    found = _searched(root) if named is None else {name: experts for name, _, experts in named if experts is not None}
     if not found:
-        raise PlanError(
-            f"{type(root).__name__} has no routed experts: no submodule holds stacked expert weights "
-            "(down_proj and gate_up_proj or up_proj with the expert as dimension 0). "
-            "Use a Mixture-of-Experts model of transformers, or another strategy for a dense one"
-        )
+        raise PlanError(f"{type(root).__name__} has no routed experts: {_why_none(root)}")
     layers: dict[str, MoELayer] = {}
-    for name, experts in found:
-        layer_name = _decoder_layer_of(root, name)
-        if layer_name in layers:
-            raise PlanError(f"layer {layer_name} has two modules with routed experts: only one per layer can be split")
+    for layer_name, experts in found.items():
+        check_experts(experts)
         layer = root.get_submodule(layer_name)
         layers[layer_name] = MoELayer(
             index=len(layers),
@@ -53,69 +56,90 @@ def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
             num_experts=_num_experts(experts),
             top_k=_top_k_of(layer),
         )
-    _check_one_stack(layers)
+    if named is None:
+        _check_one_stack(layers)
     _check_top_k(layers.values())
     return tuple(layers.values())
 
 
-def expert_parameters(layers: Iterable[MoELayer]) -> Iterator[nn.Parameter]:
-    """All parameters of the routed experts of `layers`."""
-    for layer in layers:
-        yield from layer.experts.parameters()
-
-
-def keep_attention(layers: Iterable[MoELayer]) -> None:
-    """Make an A rank of this process: routed experts go to the meta device, everything else stays."""
-    for layer in layers:
-        _to_meta(layer.experts, keep=frozenset())
-
-
-def keep_experts(root: nn.Module, layers: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> None:
-    """Make F rank number `index` of this process: only its own experts stay, all else goes to the meta device."""
-    for layer, expert_map in zip(layers, expert_maps, strict=True):
-        shard_experts(layer.experts, expert_map.rank_to_experts(index))
-    _to_meta(root, keep=frozenset(id(parameter) for parameter in expert_parameters(layers)))
-
-
 @dataclass(frozen=True)
 class Placed:
-    """What an experts module remembers after the split, so that a later fit or test finds it placed."""
+    """What an experts module remembers after the split (model/place.py)."""
 
     num_experts: int
     place: str
     """Which rank of which layout the rest of the model was left to."""
 
 
-def mark_placed(layers: Iterable[MoELayer], place: str) -> None:
-    """Remember on the modules themselves that they were placed."""
-    for layer in layers:
-        layer.experts.afd_placed = Placed(layer.num_experts, place)  # type: ignore[assignment]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderLayer:
+    """One layer of the stack that holds the MoE layers; a dense one belongs to the segment of the next MoE layer."""
+
+    name: str
+    layer: nn.Module
+    segment: int
+    """Attention segment that runs it; the number of MoE layers for dense layers behind the last one."""
+    moe: MoELayer | None
+    """Its experts, if it has any."""
 
 
-def placed_at(layers: Iterable[MoELayer]) -> str | None:
-    """Where these layers were placed before; None for a whole model."""
-    marks = [mark.place for layer in layers if (mark := _mark(layer.experts)) is not None]
-    return marks[0] if marks else None
+def decoder_layers(root: nn.Module, layers: Sequence[MoELayer]) -> tuple[DecoderLayer, ...]:
+    """All layers of the stack, dense ones included, in the order of execution."""
+    named = _named_by_user(root)
+    stack_name = layers[0].name.rpartition(".")[0]
+    by_name = {layer.name: layer for layer in layers}
+    found, segment = [], 0
+    stack = [(f"{stack_name}.{child}", module) for child, module in root.get_submodule(stack_name).named_children()]
+    for name, module in stack if named is None else [(name, module) for name, module, _ in named]:
+        moe = by_name.get(name)
+        found.append(DecoderLayer(name=name, layer=module, segment=segment, moe=moe))
+        segment += moe is not None
+    return tuple(found)
 
 
-def owned_bytes(root: nn.Module) -> int:
-    """Bytes of all parameters that this process really holds."""
-    return sum(p.numel() * p.element_size() for p in root.parameters() if p.device.type != "meta")
+def wants_router_logits(root: nn.Module) -> bool:
+    """Whether the model's loss may use router logits: its config says so, or it has no config that could."""
+    configs = [config for module in root.modules() if (config := getattr(module, "config", None)) is not None]
+    said = [config.output_router_logits for config in configs if hasattr(config, "output_router_logits")]
+    return any(said) if said or any(hasattr(config, "model_type") for config in configs) else True
 
 
-def _to_meta(root: nn.Module, *, keep: frozenset[int]) -> None:
-    """Replace parameters by equally named ones without storage; tied parameters stay tied."""
-    replaced: dict[int, nn.Parameter] = {}
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in keep:
-                continue
-            if id(parameter) not in replaced:
-                meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                vars(meta).update(vars(parameter))  # such as a mark by which configure_optimizers sorts parameters
-                replaced[id(parameter)] = meta
-                keep = keep | {id(meta)}
-            module._parameters[name] = replaced[id(parameter)]
+def _named_by_user(root: nn.Module) -> list[tuple[str, nn.Module, nn.Module | None]] | None:
+    """Names, layers and experts as a method `afd_layers` of some module says; None where there is no such method."""
+    module = next((module for module in root.modules() if callable(getattr(module, "afd_layers", None))), None)
+    if module is None:
+        return None
+    names = {id(module): name for name, module in root.named_modules()}
+    pairs = list(module.afd_layers())  # type: ignore[operator]
+    lost = [type(part).__name__ for pair in pairs for part in pair if part is not None and id(part) not in names]
+    if lost:
+        raise PlanError(f"afd_layers of {type(module).__name__} returned modules that are not in the model: {lost}")
+    return [(names[id(layer)], layer, experts) for layer, experts in pairs]
+
+
+def _searched(root: nn.Module) -> dict[str, nn.Module]:
+    """Experts by the name of their decoder layer."""
+    found: dict[str, nn.Module] = {}
+    for name, experts in root.named_modules():
+        if is_experts(experts):
+            layer = _decoder_layer_of(root, name)
+            if layer in found:
+                raise PlanError(f"layer {layer} has two modules with routed experts: only one per layer can be split")
+            found[layer] = experts
+    return found
+
+
+def _why_none(root: nn.Module) -> str:
+    strange = sorted({type(module).__name__ for module in root.modules() if "Experts" in type(module).__name__})
+    if strange:
+        return (
+            f"its {', '.join(strange)} cannot be split, since a split needs experts(x, ids, weights) with gate_up_proj "
+            "(or up_proj) and down_proj [experts, ..., ...] and nothing else to train"
+        )
+    return (
+        "no submodule holds stacked expert weights (down_proj and gate_up_proj or up_proj with the expert as "
+        "dimension 0). Use a Mixture-of-Experts model of transformers, or another strategy for a dense one"
+    )
 
 
 def _decoder_layer_of(root: nn.Module, experts_name: str) -> str:
@@ -130,11 +154,12 @@ def _decoder_layer_of(root: nn.Module, experts_name: str) -> str:
 
 
 def _num_experts(experts: nn.Module) -> int:
-    mark = _mark(experts)
+    mark = mark_of(experts)
     return next(experts.parameters()).shape[0] if mark is None else mark.num_experts
 
 
-def _mark(experts: nn.Module) -> Placed | None:
+def mark_of(experts: nn.Module) -> Placed | None:
+    """What an experts module remembers of its placement."""
     return getattr(experts, "afd_placed", None)
 
 

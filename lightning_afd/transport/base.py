@@ -11,9 +11,11 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-Channel = Literal["Df", "Cf", "Db", "Cb"]
-"""Direction and use: dispatch and combine, each forward and backward."""
+Channel = Literal["Df", "Cf", "Db", "Cb", "Hf", "Hb", "Lf", "Lb"]
+"""Direction and use: dispatch and combine, base hops and router logits, each forward and backward."""
 CHANNELS: tuple[Channel, ...] = ("Df", "Cf", "Db", "Cb")
+GROUP_CHANNELS: tuple[Channel, ...] = ("Hf", "Hb", "Lf", "Lb")
+"""Channels between A groups, where there are several."""
 
 
 class Incoming(Protocol):
@@ -47,6 +49,9 @@ class Collectives(Protocol):
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         """Add `tensor` in place over the ranks of this rank's own group."""
+
+    def copy_from_first_replica(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with that of the first rank of this rank's own group."""
 
 
 MAX_MICRO_BATCHES = 4096

@@ -1,9 +1,9 @@
-"""Messages of the schedule between A and F ranks: stamped, checked, and received into buffers that were posted ahead.
+"""Messages of the schedule between ranks: stamped, checked, and received into buffers that were posted ahead.
 
-The size of a dispatch depends on the routing, so its receiver posts a buffer of an agreed capacity: the largest one
-that the sender asked for in earlier steps. A dispatch that does not fit (all of the first step) is announced by a
-message without rows that says how much is needed. All other messages answer one with known rows, so their sizes are
-exact.
+The size of a dispatch depends on the routing (that of a hop on the batch), so its receiver posts a buffer of an agreed
+capacity: the largest one that the sender asked for in earlier steps. A dispatch that does not fit (all of the first
+step) is announced by a message without rows that says how much is needed. All other messages answer one with known
+rows, so their sizes are exact.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ class Link:
         self.rank = rank
         self.payload_bytes = 0
         self._transport = transport
-        self._device = device
+        self.device = device
         self._map_version = map_version
         self._step = 0
-        self._capacity: dict[int, int] = {}
-        self._asked: dict[int, int] = {}
+        self._incoming = _Capacities()
+        self._outgoing = _Capacities()
 
     def begin(self, step: int) -> None:
         """Start step number `step`: what was asked for until now becomes the capacity."""
         self._step = step
-        for peer, need in self._asked.items():
-            self._capacity[peer] = max(self._capacity.get(peer, HEADER_BYTES), need)
-        self._asked.clear()
+        self._incoming.adopt()
+        self._outgoing.adopt()
 
     def post(self, action: Action, peer: int, sections: Sequence[Section]) -> Posted:
         """Offer a buffer for the answer `action` of `peer`, whose sections are known."""
@@ -56,11 +55,12 @@ class Link:
 
     def post_dispatch(self, action: Action, peer: int) -> PostedDispatch:
         """Offer a buffer of the agreed capacity for a dispatch of `peer`."""
-        return PostedDispatch(self, action, peer, self._post(action, peer, self._capacity.get(peer, HEADER_BYTES)))
+        capacity = self._incoming.of(channel_of(action), peer)
+        return PostedDispatch(self, action, peer, self._post(action, peer, capacity))
 
     def allocate(self, action: Action, sections: Sequence[Section]) -> tuple[Tensor, list[Tensor]]:
         """A message to be filled in through the returned views."""
-        return allocate(self.stamp(action, self.rank), sections, self._device)
+        return allocate(self.stamp(action, self.rank), sections, self.device)
 
     def send(self, action: Action, peer: int, message: Tensor) -> None:
         """Send an answer."""
@@ -68,11 +68,11 @@ class Link:
 
     def send_dispatch(self, action: Action, peer: int, message: Tensor, most: int) -> None:
         """Send a dispatch; `most` is the size that this micro-batch can need at any layer."""
-        part = int(message.numel() > self._capacity.get(peer, HEADER_BYTES))
+        part = int(message.numel() > self._outgoing.of(channel_of(action), peer))
         if part:
             need = max(most, message.numel())
-            self._asked[peer] = max(self._asked.get(peer, 0), need)
-            self._send(action, peer, 0, too_small(self.stamp(action, self.rank), need, self._device))
+            self._outgoing.ask(channel_of(action), peer, need)
+            self._send(action, peer, 0, too_small(self.stamp(action, self.rank), need, self.device))
         self._send(action, peer, part, message)
 
     def release(self, micro_batch: int | None = None) -> None:
@@ -84,7 +84,7 @@ class Link:
 
     def grown(self, action: Action, peer: int, need: int) -> Incoming:
         """Offer the larger buffer that a too small one was answered with."""
-        self._asked[peer] = max(self._asked.get(peer, 0), need)
+        self._incoming.ask(channel_of(action), peer, need)
         return self._post(action, peer, need, part=1)
 
     def _post(self, action: Action, peer: int, nbytes: int, part: int = 0) -> Incoming:
@@ -93,6 +93,25 @@ class Link:
     def _send(self, action: Action, peer: int, part: int, message: Tensor) -> None:
         self.payload_bytes += message.numel() - HEADER_BYTES
         self._transport.send(channel_of(action), peer, tag_of(action.layer, action.micro_batch, part), message)
+
+
+class _Capacities:
+    """Sizes of the buffers per channel and peer: fixed within a step, grown between steps on both ends alike."""
+
+    def __init__(self) -> None:
+        self._now: dict[tuple[Channel, int], int] = {}
+        self._asked: dict[tuple[Channel, int], int] = {}
+
+    def of(self, channel: Channel, peer: int) -> int:
+        return self._now.get((channel, peer), HEADER_BYTES)
+
+    def ask(self, channel: Channel, peer: int, need: int) -> None:
+        self._asked[channel, peer] = max(self._asked.get((channel, peer), 0), need)
+
+    def adopt(self) -> None:
+        for key, need in self._asked.items():
+            self._now[key] = max(self._now.get(key, HEADER_BYTES), need)
+        self._asked.clear()
 
 
 class Posted:
@@ -126,7 +145,8 @@ class PostedDispatch:
         if need:
             message = self._link.grown(self._action, self._peer, need).wait()
         views = read(message, expected)
-        expect_dispatch(views, expected)
+        if self._action.op == "D":
+            expect_dispatch(views, expected)
         return views
 
 

@@ -124,6 +124,9 @@ class LocalTransport:
         box = self._exchange(self._replicas, tensor.clone())
         tensor.copy_(torch.stack([box[rank] for rank in self._replicas]).sum(0))
 
+    def copy_from_first_replica(self, tensor: Tensor) -> None:
+        tensor.copy_(self._exchange(self._replicas, tensor.clone())[self._replicas[0]])
+
     def _exchange(self, ranks: range, value: Any) -> dict[int, Any]:
         self._serial[ranks] += 1
         return self._network.exchange(self._rank, ranks, self._serial[ranks], value)

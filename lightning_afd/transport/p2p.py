@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_afd.placement import Layout
-from lightning_afd.transport.base import CHANNELS, Channel, micro_batch_of
+from lightning_afd.transport.base import CHANNELS, GROUP_CHANNELS, Channel, micro_batch_of
+
+_TAIL = -1
 
 
 class ProcessGroups:
@@ -24,7 +26,8 @@ class ProcessGroups:
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
-        self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in CHANNELS}
+        names = CHANNELS if layout.groups == 1 else CHANNELS + GROUP_CHANNELS
+        self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in names}
         self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
         self.replicas: Any = None
         for worker in layout.workers():
@@ -68,7 +71,9 @@ class P2PTransport:
 
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
         work = dist.isend(message, dst=peer, group=self._groups.channels[channel], tag=tag)
-        self._sends[micro_batch_of(tag)].append((work, message))
+        # Router logits are taken only before the tail, which later messages of the micro-batch do not tell about.
+        key = _TAIL if channel in ("Lf", "Lb") else micro_batch_of(tag)
+        self._sends[key].append((work, message))
         self.sent_bytes += message.numel()
 
     def release(self, micro_batch: int | None = None) -> None:
@@ -101,6 +106,9 @@ class P2PTransport:
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)
+
+    def copy_from_first_replica(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group_src=0, group=self._groups.replicas)
 
 
 class _Posted:

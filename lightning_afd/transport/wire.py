@@ -115,6 +115,16 @@ def expect_dispatch(views: Sequence[Tensor], expected: Stamp) -> None:
         raise _error(expected, f"rows of x, weights and int32 ids, received {shapes}")
 
 
+def code_of(dtype: torch.dtype) -> int:
+    """The number of a dtype on the wire."""
+    return _DTYPES.index(dtype)
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """The dtype of a number on the wire."""
+    return _DTYPES[code]
+
+
 def _start() -> int:
     return -(-HEADER_BYTES // ALIGNMENT) * ALIGNMENT
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,14 +12,13 @@ from tiny import HF, TinyConfig, TinyExperts, TinyMoE, tiny, tiny_hf
 from torch import nn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.split import (
-    expert_parameters,
-    find_moe_layers,
-    keep_attention,
-    keep_experts,
-    owned_bytes,
-)
+from lightning_afd.model.place import keep_attention, keep_experts, owned_bytes
+from lightning_afd.model.split import MoELayer, decoder_layers, find_moe_layers
 from lightning_afd.placement import ExpertMap
+
+
+def expert_parameters(layers: Sequence[MoELayer]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in layer.experts.parameters()]
 
 
 def refusal(model: nn.Module) -> str:
@@ -83,7 +83,7 @@ def test_attention_rank_keeps_everything_but_the_experts() -> None:
     own = copy.deepcopy(whole)
     kept = dict(own.named_parameters())
     layers = find_moe_layers(own)
-    keep_attention(layers)
+    keep_attention(own, decoder_layers(own, layers), range(3))
     assert on_meta(own) == [name for name, _ in whole.named_parameters() if ".experts." in name]
     for name, parameter in own.named_parameters():
         assert parameter.shape == kept[name].shape

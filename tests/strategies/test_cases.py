@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import cases
 import pytest
 import torch
+from cases import LM, Steps, batch, fit_alone, fit_apart, join, largest_difference, weights
+from pool import RankPool
 from torch import Tensor
 
-import cases
-from cases import LM, Steps, batch, fit_alone, fit_apart, join, largest_difference, weights
 from lightning_afd.batch import split_batch
-from pool import RankPool
 
 LR = 0.1
 

@@ -1,0 +1,94 @@
+"""What a decoder layer and its router return: the questions that decide how the layer is cut.
+
+Shapes: T tokens, H hidden, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_afd.errors import PlanError
+from lightning_afd.model.coroutine import Segment
+from lightning_afd.model.split import DecoderLayer
+
+
+def is_routing(output: Any, num_experts: int) -> bool:
+    """Whether a module's output is a router's: a tuple of logits [.., E] first and chosen experts (integers) behind."""
+    if not isinstance(output, tuple) or not isinstance(output[0], Tensor):
+        return False
+    logits = output[0]
+    chosen = any(isinstance(o, Tensor) and not o.is_floating_point() for o in output[1:])
+    return chosen and logits.requires_grad and logits.dim() >= 2 and logits.shape[-1] == num_experts
+
+
+def hidden_of(out: Any) -> Tensor:
+    """The hidden states in what a decoder layer returned."""
+    hidden = out[0] if isinstance(out, tuple) else out
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def distance_from_identity(base: Tensor, returned_TH: Tensor) -> float:
+    """How far d base / d returned is from the identity, along one fixed direction.
+
+    Infinite where the derivative itself depends on something trainable, such as a scale that is 1 at the start.
+    """
+    v = torch.arange(base.numel(), device=base.device).cos().reshape(base.shape).to(base.dtype)
+    if not base.requires_grad:
+        return 1.0
+    got = torch.autograd.grad(base, returned_TH, v, create_graph=True, allow_unused=True)[0]
+    if got is None:
+        return 1.0
+    if got.numel() != v.numel() or got.requires_grad:
+        return float("inf")
+    return (got.reshape(-1).float() - v.reshape(-1).float()).abs().max().item() if v.numel() else 0.0
+
+
+def other_uses(out: Any, returned_TH: Tensor) -> float:
+    """Infinite where the layer returns something beside the hidden states that depends on the experts, else 0."""
+    others = [o for o in tree_leaves(out[1:]) if isinstance(o, Tensor)] if isinstance(out, tuple) else []
+    sums = [o.sum() for o in others if o.requires_grad]
+    found = sums and torch.autograd.grad(sums, returned_TH, retain_graph=True, allow_unused=True)[0] is not None
+    return float("inf") if found else 0.0
+
+
+def uses_logits(base: Tensor, segment: Segment) -> bool:
+    """Whether the layer computes something from the leaf of the logits: a hook behind ours made weights again."""
+    outs = [t.sum() for t in (base, segment.x_TH, segment.w_TK) if t is not None and t.requires_grad]
+    leaves = [leaf for _, leaf in segment.logits]
+    if not outs or not leaves:
+        return False
+    return any(g is not None for g in torch.autograd.grad(outs, leaves, retain_graph=True, allow_unused=True))
+
+
+def normal(tensor: Tensor) -> Tensor:
+    """A tensor that autograd can save, also where `tensor` was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def detached(out: Any) -> Any:
+    if isinstance(out, tuple):
+        return tuple(o.detach() if isinstance(o, Tensor) else o for o in out)
+    return out.detach()
+
+
+def more_than_hidden(name: str) -> str:
+    """Why a layer cannot live in another group than its neighbours."""
+    return f"{name} returns more than its hidden states, for the layers behind it: such a model needs groups=1"
+
+
+def check_returns(layer: DecoderLayer) -> None:
+    """Refuse a layer whose code returns a tuple: other groups' layers return what they were given, one tensor."""
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer.layer).forward))))
+    except (OSError, TypeError, SyntaxError):  # no source: found out in the first call
+        return
+    if any(isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) for node in ast.walk(code)):
+        raise PlanError(more_than_hidden(layer.name))

@@ -1,0 +1,71 @@
+"""The handle of a dispatch: who got which rows, in what shapes and dtypes; combine and backward consume it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_afd.model.routing import Route, empty_route
+from lightning_afd.schedule.actions import Action
+from lightning_afd.transport.link import Link
+from lightning_afd.transport.wire import Section, code_of, dtype_of
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A dispatch of one layer and micro-batch."""
+
+    route: Route
+    width: int
+    """H, columns of x."""
+    top_k: int
+    x_dtype: torch.dtype
+    w_dtype: torch.dtype
+
+    def rows(self, count: int) -> Section:
+        return Section(count, self.width, self.x_dtype)
+
+    def weights(self, count: int) -> Section:
+        return Section(count, self.top_k, self.w_dtype)
+
+    def sections(self, count: int) -> tuple[Section, ...]:
+        """x, w and local expert ids of `count` rows."""
+        return (self.rows(count), self.weights(count), Section(count, self.top_k, torch.int32))
+
+
+def sent_by(route: Route, x_TH: Tensor, w_TK: Tensor) -> Sent:
+    """The handle of a dispatch of these tensors."""
+    return Sent(route, x_TH.shape[1], w_TK.shape[1], x_TH.dtype, w_TK.dtype)
+
+
+def nothing_sent(ranks: int, device: torch.device) -> Sent:
+    """The handle of a rank without rows."""
+    return Sent(empty_route(ranks, device), 0, 0, torch.float32, torch.float32)
+
+
+def pack_route(link: Link, action: Action, sent: Sent, base_TH: Tensor | None) -> Tensor:
+    """A base hop: the base, the token of each copy, and shapes and counts, for whoever combines the layer."""
+    route = sent.route
+    figures = [sent.width, sent.top_k, code_of(sent.x_dtype), code_of(sent.w_dtype), route.tokens, *route.counts]
+    base = torch.zeros(0, 0, device=link.device) if base_TH is None else base_TH.detach().reshape(-1, base_TH.shape[-1])
+    sections = [
+        Section(base.shape[0], base.shape[1], base.dtype),
+        Section(route.token_C.shape[0], 1, torch.int64),
+        Section(len(figures), 1, torch.int64),
+    ]
+    message, (view, token_view, figures_view) = link.allocate(action, sections)
+    view.copy_(base)
+    token_view.copy_(route.token_C[:, None])
+    figures_view.copy_(torch.tensor(figures)[:, None])
+    return message
+
+
+def unpack_route(views: Sequence[Tensor], ranks: int) -> Sent:
+    """The handle in a base hop's message; its local expert ids stay with the sender."""
+    width, top_k, x_code, w_code, tokens, *counts = views[2].flatten().tolist()
+    idx_CK = empty_route(ranks, views[1].device).idx_CK
+    route = Route(tokens, views[1].flatten(), idx_CK, tuple(counts))
+    return Sent(route, width, top_k, dtype_of(x_code), dtype_of(w_code))

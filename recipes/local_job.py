@@ -1,0 +1,178 @@
+"""Train a small model on all ranks of a layout inside this process, and the same in a plain loop.
+
+Ids of a micro-batch have the shape [B rows, S positions]; `batches[a][m]` belongs to micro-batch m of data replica a.
+What a model does here in a few megabytes is what it does on a cluster: the same engine, over queues instead of NCCL.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_afd.engine import Engine, make_plan
+from lightning_afd.gradients import sum_over_replicas
+from lightning_afd.model.place import owned_parameters
+from lightning_afd.model.split import find_moe_layers
+from lightning_afd.placement import ExpertMap, Layout, Worker
+from lightning_afd.segments import UserStep
+from lightning_afd.transport.local import LocalNetwork, LocalTransport
+
+Batches = Sequence[Sequence[Tensor]]
+Gradients = dict[str, Tensor]
+Loss = Callable[[nn.Module, Tensor], Tensor]
+"""Loss of a model on the ids of one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Loss of the global batch, and per data replica the gradient of every parameter under its global name."""
+
+    loss: float
+    replicas: list[Gradients]
+
+    def difference(self, loss: float, grads: Gradients) -> float:
+        """The largest relative difference of loss and gradients, on all replicas, from those of a plain loop."""
+        return max(abs(self.loss - loss) / abs(loss), *(worst_difference(mine, grads) for mine in self.replicas))
+
+
+class LocalJob:
+    """The ranks of one job, each with its own part of a copy of `model`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        order: str = "af-pipe",
+        *,
+        micro_batches: int = 4,
+        network: LocalNetwork | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        self.layout = layout
+        self._loss = loss or micro_batch_loss
+        self.network = network or LocalNetwork(layout)
+        self.engines: list[Engine] = []
+        self.models: list[nn.Module] = []
+        self._whole = model
+        for rank in range(layout.world):
+            own = copy.deepcopy(model)
+            transport = LocalTransport(self.network, rank)
+            plan, layers = make_plan(own, layout, order=order, micro_batches=micro_batches)
+            engine = Engine(plan, rank, transport, transport)
+            engine.place(own, layers)
+            engine.connect(own, layers, torch.device("cpu"))
+            self.engines.append(engine)
+            self.models.append(own)
+
+    def run(self, work: Sequence[Sequence[UserStep]], *, training: bool = True) -> list[list[Any]]:
+        """One step of all ranks, with `work[r]` on A rank r; returns what the steps of group 0 returned, by rank."""
+
+        def rank_step(rank: int) -> list[Any]:
+            engine = self.engines[rank]
+            steps = work[rank] if engine.is_attention else []
+            count = engine.agree(len(steps), 0.0).micro_batches
+            return engine.run(steps, count, training=training)
+
+        return self._on_all(rank_step)[: self.layout.attention]
+
+    def step(self, batches: Batches) -> Outcome:
+        """One training step from zero gradients."""
+        for model in self.models:
+            model.zero_grad()
+        total = sum(labels(ids) for replica in batches for ids in replica)
+        work = [
+            [self._user_step(rank, ids, labels(ids) / total) for ids in batches[self.layout.index_of(rank)]]
+            for rank in range(self.layout.groups * self.layout.attention)
+        ]
+        results = self.run(work)
+        self._on_all(self._sum_replicas)
+        losses = [
+            loss.item() * step.weight
+            for steps, mine in zip(work, results, strict=False)
+            for step, loss in zip(steps, mine, strict=True)
+            if step.weight
+        ]
+        parts = [gradients_of(model) for model in self.models]
+        return Outcome(
+            sum(losses), [join_gradients(self._whole, self.layout, parts, a) for a in range(self.layout.attention)]
+        )
+
+    def _user_step(self, rank: int, ids_BS: Tensor, weight: float) -> UserStep:
+        return step_of(lambda: self._loss(self.models[rank], ids_BS), weight)
+
+    def _on_all(self, function: Callable[[int], Any]) -> list[Any]:
+        return self.network.run([lambda rank=rank: function(rank) for rank in range(self.layout.world)])  # type: ignore[misc]
+
+    def _sum_replicas(self, rank: int) -> None:
+        if self.engines[rank].is_attention:
+            own = [p for _, p in owned_parameters(self.models[rank])]
+            sum_over_replicas(own, self.engines[rank].collectives)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """The gradients that one rank holds."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def join_gradients(whole: nn.Module, layout: Layout, parts: Sequence[Gradients], replica: int) -> Gradients:
+    """The gradients of one A rank and of all experts, in the shapes of the whole model; `parts` are by rank."""
+    grads: Gradients = {}
+    for group in range(layout.groups):
+        grads |= parts[layout.ranks_of(Worker("A", group))[replica]]
+    for layer in find_moe_layers(whole):
+        expert_map = ExpertMap.contiguous(layer.num_experts, layout.ffn)
+        order = torch.tensor([e for index in range(layout.ffn) for e in expert_map.rank_to_experts(index)])
+        mine = {id(parameter) for parameter in layer.experts.parameters()}
+        for name in (name for name, p in whole.named_parameters() if id(p) in mine):
+            ranks = layout.ranks_of(Worker("F", layer.index % layout.groups))
+            shards = [parts[rank][name] for rank in ranks if name in parts[rank]]
+            if len(shards) == layout.ffn:
+                grads[name] = torch.cat(shards)[order.argsort()]
+    return grads
+
+
+def step_of(function: Callable[[], Any], weight: float = 1.0) -> UserStep:
+    """A step of any function that returns the loss."""
+    return UserStep(function=function, around=nullcontext, weight=weight, loss_of=lambda result: result)
+
+
+def micro_batch_loss(model: nn.Module, ids_BS: Tensor) -> Tensor:
+    """Mean next-token loss, in the model's dtype, with the auxiliary loss where the model has one."""
+    out = model(ids_BS)
+    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten())
+    return loss if out.aux_loss is None else loss + out.aux_loss
+
+
+def plain_step(model: nn.Module, batches: Batches, loss_of: Loss | None = None) -> tuple[float, Gradients]:
+    """The loop that everything must equal: micro-batches one after another, weighted by their labels."""
+    model = copy.deepcopy(model)
+    total = sum(labels(ids) for replica in batches for ids in replica)
+    loss = 0.0
+    for ids in (ids for replica in batches for ids in replica if labels(ids)):
+        value = (loss_of or micro_batch_loss)(model, ids) * labels(ids) / total
+        value.backward()
+        loss += value.item()
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def labels(ids_BS: Tensor) -> int:
+    """Labels of a micro-batch; none where there is one position only."""
+    return ids_BS[:, 1:].numel()
+
+
+def worst_difference(got: Gradients, want: Gradients) -> float:
+    """Largest |got - want| relative to the largest |want| of that parameter; infinite for a missing or NaN one."""
+    if got.keys() != want.keys():
+        return float("inf")
+    worst = 0.0
+    for name in want:
+        error = (got[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-30)
+        worst = max(worst, error.nan_to_num(float("inf")).item())
+    return worst
