@@ -97,6 +97,8 @@ class MicroBatch:
         if loss is not None and self._step.weight != 0.0:
             with self._host.backward():
                 _backward([(loss, torch.full_like(loss, self._step.weight))], retain_graph=shared)
+        elif loss is not None:
+            _give_zeros(loss)
         return self._gradients(self._segments.pop(self._layers))
 
     def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor, dh_TH: Tensor) -> Gradients | None:
@@ -155,7 +157,8 @@ class MicroBatch:
         if before is not None and before.inside:
             assert before.base is not None and before.y_TH is not None
             with self._host.backward():
-                dY = torch.autograd.grad(before.base, before.y_TH, dh, retain_graph=True)[0]
+                found = torch.autograd.grad(before.base, before.y_TH, dh, retain_graph=True, allow_unused=True)[0]
+            dY = torch.zeros_like(before.y_TH) if found is None else found
             if before.y_TH.grad is not None:  # what the layer made of it is used behind the layer, too
                 dY = dY + before.y_TH.grad
         return Gradients(dY.reshape(-1, dY.shape[-1]), dh.reshape(-1, dh.shape[-1]))
@@ -179,6 +182,20 @@ class MicroBatch:
                 f"the step ended in MoE layer {last} of {self._layers}: every step must run all layers once"
             )
         raise PlanError(f"the step went on to MoE layer {layer} after its last one, {self._layers - 1}")
+
+
+def _give_zeros(loss: Tensor) -> None:
+    """Give the leaves of a masked loss zero gradients, not None and not 0 x NaN: decay and momentum still act."""
+    nodes, seen = [loss.grad_fn], {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]  # type: ignore[union-attr]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf)
 
 
 def _backward(pairs: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:

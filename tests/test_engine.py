@@ -210,7 +210,6 @@ def test_parameters_live_on_one_rank_of_each_kind(sizes: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layout": Layout(attention=1, ffn=1, groups=2)}, "groups=2"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"micro_batches": 4097}, "1 to 4096"),
         ({"layout": Layout(attention=1, ffn=5)}, "ffn=5 F ranks for 4 experts"),

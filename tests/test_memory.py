@@ -56,8 +56,8 @@ def before(job: LocalJob, rank: int, action: str, call: Callable[[], Any]) -> No
 def watch_segments(alive: Alive, patch: pytest.MonkeyPatch) -> None:
     forward = MicroBatch.forward
 
-    def watching(self: MicroBatch, layer: int, layers: int, y_TH: Tensor | None) -> Any:
-        segment = forward(self, layer, layers, y_TH)
+    def watching(self: MicroBatch, layer: int, y_TH: Tensor | None, base_TH: Tensor | None) -> Any:
+        segment = forward(self, layer, y_TH, base_TH)
         kept = self._segments[layer]
         alive.watch(
             f"segment {layer}", kept.h, kept.base, kept.x_TH, kept.idx_TK, kept.w_TK, *(p[0] for p in kept.logits)
@@ -161,4 +161,4 @@ def test_evaluation_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             job.run([[logits_step(job.models[0], ids, alive)]], training=False)
     assert alive.watched() > 30 and alive.count() == 0
-    assert seen[1] == 5  # those of the last layer
+    assert seen[1] == 4  # those of the last layer

@@ -119,6 +119,8 @@ def test_foreign_parameters_leave_the_groups_and_the_groups_stay() -> None:
     ]
     optimizer = torch.optim.AdamW(groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for parameter in (*foreign.parameters(), *groups[1]["params"]):
+        parameter.afd_foreign = True  # as placing a model marks them
     drop_foreign(optimizer)
     first, second = optimizer.param_groups
     assert [id(p) for p in first["params"]] == [id(p) for p in own.parameters()]

@@ -256,8 +256,9 @@ class _LogitsLeaf:
         leaf = logits.detach().requires_grad_()
         if coroutine.segment.layer == self._layer.index:
             coroutine.segment.logits.append((logits, leaf))
-            coroutine.routing = (leaf, *output[1:])
-            self._cut.routers.add(type(module))
+            if self._cut.stands_in:
+                coroutine.routing = tree_map_only(Tensor, Tensor.detach, (leaf, *output[1:]))
+                self._cut.routers.add(type(module))
         return (leaf, *output[1:])
 
 

@@ -14,6 +14,11 @@ from port_cases import IDS, ONE, CheckpointedLayer, model_of, refusal, run
 from tiny import TinyLayer, TinyMoE, TinyRouter
 from torch import Tensor, nn
 
+from lightning_afd.model.coroutine import Host
+from lightning_afd.model.port import Cut, install
+from lightning_afd.model.split import decoder_layers, find_moe_layers
+from lightning_afd.placement import Layout
+
 
 class HalfLayer(TinyLayer):
     def forward(self, h_BSH: Tensor) -> Tensor:
@@ -32,12 +37,26 @@ class BlindLayer(TinyLayer):
 
 
 @pytest.mark.parametrize("kind", [HalfLayer, NormedLayer, BlindLayer])
+def test_layer_that_does_not_add_its_experts_is_suspended_at_them(kind: type[TinyLayer]) -> None:
+    model, batches = model_of(kind), make_batches(1, 3)
+    loss, grads = plain_step(model, batches)
+    for name, parameter in model.named_parameters():  # experts that nothing uses get 0 here, as idle ones do
+        grads.setdefault(name, torch.zeros_like(parameter))
+    job = LocalJob(model, ONE)
+    for _ in range(2):  # the second step knows the kind of the layers
+        got = job.step(batches)
+        assert abs(got.loss - loss) < 1e-12
+        assert all((got.replicas[0][name] - grads[name]).abs().max() < 1e-12 for name in got.replicas[0])
+
+
+@pytest.mark.parametrize("kind", [HalfLayer, NormedLayer, BlindLayer])
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_layer_that_does_not_add_its_experts_is_refused(kind: type[TinyLayer], context: Any) -> None:
+def test_layer_that_does_not_add_its_experts_is_refused_with_groups(kind: type[TinyLayer], context: Any) -> None:
     """Also where the first call is an evaluation."""
-    job = LocalJob(model_of(kind), ONE)
+    job = LocalJob(model_of(kind), Layout(attention=1, ffn=1, groups=2))
     with context():
-        message = refusal(lambda: job.run([[user_step(job.models[0], IDS)]], training=context is nullcontext))
+        work = [[user_step(model, IDS)] for model in job.models[:2]]
+        message = refusal(lambda: job.run(work, training=context is nullcontext))
     assert message.startswith("layers.0 is not additive")
     by = {HalfLayer: "0.5;", BlindLayer: "1;", NormedLayer: ""}[kind]
     assert f"differs from the identity by {by}" in message
@@ -48,11 +67,13 @@ class ScaledLayer(TinyLayer):
         return h_BSH + self.scale * self.mlp(self.norm2(h_BSH))
 
 
-def test_trainable_scale_of_the_experts_is_refused_also_while_it_is_one() -> None:
+def test_trainable_scale_of_the_experts_gets_its_gradient_also_while_it_is_one() -> None:
     model = model_of(ScaledLayer)
     for layer in model.layers:
         layer.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
-    assert refusal(lambda: run(model)).startswith("layers.0 is not additive: it multiplies the output of its routed")
+    assert LocalJob(model, ONE).step([[IDS]]).difference(*plain_step(model, [[IDS]])) < 1e-12
+    two = LocalJob(model, Layout(attention=1, ffn=1, groups=2))
+    assert refusal(lambda: two.step([[IDS]])).startswith("layers.0 is not additive")
     for layer in model.layers:
         layer.scale.requires_grad_(False)
     assert LocalJob(model, ONE).step([[IDS]]).difference(*plain_step(model, [[IDS]])) < 1e-12
@@ -192,3 +213,16 @@ def test_router_hooks_of_the_user_see_a_leaf_whenever_they_were_made(when: str) 
     for name, parameter in plain.named_parameters():
         if ".experts." not in name:
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_undo_puts_back_a_forward_that_the_instance_had() -> None:
+    model = model_of()
+    first, second = model.layers
+    wrapped = partial(TinyLayer.forward, first)
+    first.forward = wrapped
+    cut = Cut(host=Host(), segments=(0, 1, 2), may_suspend_inside=True, stands_in=False)
+    undo = install(cut, decoder_layers(model, find_moe_layers(model)))
+    assert first.forward is not wrapped and "forward" in vars(second)
+    undo()
+    assert first.forward is wrapped and "forward" not in vars(second)
+    assert not any(module._forward_hooks for module in model.modules())

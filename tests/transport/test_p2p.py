@@ -59,7 +59,7 @@ def train(layout: Layout, order: str, steps: int) -> Rank:
     plan, layers = make_plan(model, layout, order=order, micro_batches=3)
     engine = Engine(plan, rank, transport, transport)
     engine.place(model, layers)
-    engine.connect(layers, CPU)
+    engine.connect(model, layers, CPU)
     total = sum(labels(ids) for replica in batches for ids in replica)
     mine = batches[rank] if engine.is_attention else []
     work = [user_step(model, ids, labels(ids) / total) for ids in mine]
@@ -161,7 +161,7 @@ def fail_in_user_code(layout: Layout) -> None:
     plan, layers = make_plan(model, layout, order="af-pipe", micro_batches=2)
     engine = Engine(plan, rank, transport, transport)
     engine.place(model, layers)
-    engine.connect(layers, CPU)
+    engine.connect(model, layers, CPU)
     if engine.is_attention:
         model.layers[1].norm2.register_forward_hook(lambda module, args, out: 1 // (os.environ["RANK"] != "0"))
     ids = make_batches(layout.attention, 2)
