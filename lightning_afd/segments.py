@@ -8,7 +8,7 @@ output, and dY is the gradient of that leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -106,13 +106,9 @@ class MicroBatch:
         shared = self._shares_graph()
         segment = self._segments.pop(layer)
         assert segment.base is not None and segment.x_TH is not None and segment.w_TK is not None
-        chained = [(logits, leaf) for logits, leaf in segment.logits if segment.chained]
-        pairs = [(segment.base, dh_TH), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)]
-        if not chained:
-            pairs += [(logits, leaf.grad) for logits, leaf in segment.logits if leaf.grad is not None]
+        pairs = _fitting([(segment.base, dh_TH), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)])
         with self._host.backward(segment):
-            _backward(pairs, retain_graph=shared or bool(chained))
-            _backward([(logits, leaf.grad) for logits, leaf in chained if leaf.grad is not None], retain_graph=shared)
+            _backward(pairs + _logit_gradients(segment, pairs), retain_graph=shared)
         return None if segment.h is None else self._gradients(segment)
 
     def close(self) -> None:
@@ -198,8 +194,30 @@ def _give_zeros(loss: Tensor) -> None:
             leaf.grad = torch.zeros_like(leaf)
 
 
-def _backward(pairs: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
-    pairs = [(out, grad) for out, grad in pairs if out.requires_grad]
+def _logit_gradients(segment: Segment, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Router logits with their gradients: from the loss and, by no more than those paths, from the layer itself.
+
+    One backward from all outputs follows: two would round twice where the model computes in lower precision.
+    """
+    leaves = [leaf for _, leaf in segment.logits]
+    inside: Sequence[Tensor | None] = [None] * len(leaves)
+    if segment.chained and leaves and pairs:
+        outs, grads = zip(*pairs, strict=True)
+        inside = torch.autograd.grad(outs, leaves, grads, retain_graph=True, allow_unused=True)
+    found = []
+    for (logits, leaf), grad in zip(segment.logits, inside, strict=True):
+        parts = [part for part in (leaf.grad, grad) if part is not None]
+        leaf.grad = None  # the layer's backward adds to it once more
+        found += [(logits, sum(parts[1:], parts[0]))] if parts else []
+    return found
+
+
+def _fitting(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Outputs that need a gradient, with their gradients in the output's shape and dtype."""
+    return [(out, grad.to(out.dtype).reshape(out.shape)) for out, grad in pairs if out.requires_grad]
+
+
+def _backward(pairs: Sequence[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
     if pairs:
-        grads = [grad.to(out.dtype).reshape(out.shape) for out, grad in pairs]
-        torch.autograd.backward([out for out, _ in pairs], grads, retain_graph=retain_graph)
+        outs, grads = zip(*pairs, strict=True)
+        torch.autograd.backward(outs, grads, retain_graph=retain_graph)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_afd import AFDStrategy
+from lightning_afd.model.place import is_owned
 
 
 def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
@@ -116,6 +117,9 @@ QUIET: dict[str, Any] = dict(
 )
 
 
+_OWN = ("order", "on_nonfinite", "recompute", "recompute_experts")
+
+
 def fit_alone(module: L.LightningModule, **options: Any) -> L.Trainer:
     """The reference: the same script on one device."""
     trainer = L.Trainer(devices=1, **{**QUIET, "precision": "64-true", **options})
@@ -123,12 +127,14 @@ def fit_alone(module: L.LightningModule, **options: Any) -> L.Trainer:
     return trainer
 
 
-def fit_apart(module: L.LightningModule, attention: int, ffn: int, *, R: int = 1, **options: Any) -> L.Trainer:
+def fit_apart(
+    module: L.LightningModule, attention: int, ffn: int, *, R: int = 1, p: int = 1, **options: Any
+) -> L.Trainer:
     """The same script under AFDStrategy, on a rank of the pool."""
-    own = {key: options.pop(key) for key in ("order", "on_nonfinite") if key in options}
+    own = {key: options.pop(key) for key in _OWN if key in options}
     trainer = L.Trainer(
-        devices=attention + ffn,
-        strategy=AFDStrategy(attention=attention, ffn=ffn, micro_batches=R, **own),
+        devices=p * (attention + ffn),
+        strategy=AFDStrategy(attention=attention, ffn=ffn, groups=p, micro_batches=R, **own),
         plugins=[LightningEnvironment()],
         **{**QUIET, "precision": "64-true", **options},
     )
@@ -138,14 +144,15 @@ def fit_apart(module: L.LightningModule, attention: int, ffn: int, *, R: int = 1
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters that this process holds."""
-    return {name: p.detach().clone() for name, p in module.named_parameters() if p.device.type != "meta"}
+    return {name: p.detach().clone() for name, p in module.named_parameters() if is_owned(p)}
 
 
-def join(parts: list[dict[str, Tensor]], attention: int) -> dict[str, Tensor]:
-    """The whole model from what each rank holds: A rank 0, and the experts of all F ranks in their order."""
-    whole = dict(parts[0])
-    for name in parts[attention]:
-        whole[name] = torch.cat([part[name] for part in parts[attention:]])
+def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole model from what each rank holds: experts of all ranks in their order, the rest from its first rank."""
+    whole: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        held = [part[name] for part in parts if name in part]
+        whole[name] = torch.cat(held) if ".experts." in name else held[0]
     return whole
 
 

@@ -92,11 +92,6 @@ def more_ranks_than_experts() -> None:
     fit(tiny_module(experts=2), "1A+3F")
 
 
-def two_groups() -> None:
-    """Interleaved groups, which the engine cannot train."""
-    fit(tiny_module(), "1A+1F", {"groups": 2}, devices=4)
-
-
 def manual_optimization() -> None:
     """backward() inside training_step."""
     module = tiny_module()
@@ -139,10 +134,10 @@ def unequal_layouts() -> None:
 
 
 def layer_that_is_not_additive() -> None:
-    """A norm behind the experts."""
+    """A norm behind the experts, in a model that is spread over two groups."""
     module = tiny_module()
     module.model.layers[1].mlp = NormBehindExperts(module.model.layers[1].mlp, 16)
-    fit(module, "2A+2F")
+    fit(module, strategy={"attention": 1, "ffn": 1, "groups": 2}, devices=4)
 
 
 def batch_without_common_rows() -> None:

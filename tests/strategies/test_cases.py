@@ -13,37 +13,41 @@ from pool import RankPool
 from torch import Tensor
 
 from lightning_afd.batch import split_batch
+from lightning_afd.placement import Layout
 
 LR = 0.1
 
 
-def one_step(rows: int, attention: int, ffn: int, micro_batches: int, options: dict[str, Any]) -> dict[str, Tensor]:
+def one_step(rows: int, layout: Layout, micro_batches: int, options: dict[str, Any]) -> dict[str, Tensor]:
     """Gradients of one SGD step on this rank: (before - after) / lr."""
     module = LM([batch(rows, 8)], **options).double()
     before = weights(module)
-    fit_apart(module, attention, ffn, R=micro_batches)
-    return {name: _part(before[name], after, attention, ffn) / LR for name, after in weights(module).items()}
+    fit_apart(module, layout.attention, layout.ffn, p=layout.groups, R=micro_batches)
+    return {name: _part(before[name], after, layout) / LR for name, after in weights(module).items()}
 
 
-def _part(before: Tensor, after: Tensor, attention: int, ffn: int) -> Tensor:
+def _part(before: Tensor, after: Tensor, layout: Layout) -> Tensor:
     """What moved: the rank's own experts of a stacked tensor, or the whole tensor."""
     if before.shape == after.shape:
         return before - after
-    rank = torch.distributed.get_rank() - attention
-    start = rank * before.shape[0] // ffn
+    start = layout.index_of(torch.distributed.get_rank()) * before.shape[0] // layout.ffn
     return before[start : start + after.shape[0]] - after
 
 
-@pytest.mark.parametrize(("attention", "ffn", "rows"), [(1, 1, 4), (2, 2, 4), (1, 2, 4), (3, 1, 6)])
+D1 = [(1, 1, 1, 4), (2, 2, 1, 4), (1, 2, 1, 4), (3, 1, 1, 6), (1, 1, 2, 4)]
+
+
+@pytest.mark.parametrize(("attention", "ffn", "groups", "rows"), D1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_d1_gradients_equal_the_plain_loop(
-    pool: RankPool, attention: int, ffn: int, rows: int, micro_batches: int
+    pool: RankPool, attention: int, ffn: int, groups: int, rows: int, micro_batches: int
 ) -> None:
+    layout = Layout(attention=attention, ffn=ffn, groups=groups)
     reference = LM([batch(rows, 8)]).double()
     before = weights(reference)
     fit_alone(reference)
     want = {name: (before[name] - after) / LR for name, after in weights(reference).items()}
-    got = join(pool.run(one_step, attention + ffn, rows, attention, ffn, micro_batches, {}), attention)
+    got = join(pool.run(one_step, layout.world, rows, layout, micro_batches, {}))
     assert largest_difference(got, want) < 1e-7
 
 
@@ -71,7 +75,7 @@ def clip_step() -> tuple[float | None, float]:
     trainer = fit_apart(module, 2, 2, gradient_clip_val=1.0)
     name = next(name for name in before if ".experts." in name)
     after = weights(module).get(name)
-    moved = 0.0 if after is None else _part(before[name], after, 2, 2).abs().max().item()
+    moved = 0.0 if after is None else _part(before[name], after, Layout(attention=2, ffn=2)).abs().max().item()
     return trainer.strategy.grad_norm, moved
 
 
@@ -96,22 +100,22 @@ def masked_batch() -> dict[str, Tensor]:
     return data
 
 
-def masked_step(attention: int, micro_batches: int) -> tuple[dict[str, Tensor], float]:
+def masked_step(attention: int, micro_batches: int, groups: int = 1) -> tuple[dict[str, Tensor], float]:
     module = LM([masked_batch()]).double()
     before = weights(module)
-    trainer = fit_apart(module, attention, 1, R=micro_batches)
+    trainer = fit_apart(module, attention, 1, p=groups, R=micro_batches)
     moved = {name: before[name] - after for name, after in weights(module).items()}
     return moved, trainer.callback_metrics["train_loss"].item()
 
 
-@pytest.mark.parametrize(("attention", "micro_batches"), [(2, 1), (1, 2)])
-def test_d3_unequal_valid_tokens(pool: RankPool, attention: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(("attention", "micro_batches", "groups"), [(2, 1, 1), (1, 2, 1), (1, 2, 2)])
+def test_d3_unequal_valid_tokens(pool: RankPool, attention: int, micro_batches: int, groups: int) -> None:
     reference = LM([masked_batch()]).double()
     before = weights(reference)
     trainer = fit_alone(reference)
     want = {name: before[name] - after for name, after in weights(reference).items()}
-    results = pool.run(masked_step, attention + 1, attention, micro_batches)
-    assert largest_difference(join([moved for moved, _ in results], attention), want) < 1e-7
+    results = pool.run(masked_step, groups * (attention + 1), attention, micro_batches, groups)
+    assert largest_difference(join([moved for moved, _ in results]), want) < 1e-7
     loss = trainer.callback_metrics["train_loss"].item()
     assert [value for _, value in results] == pytest.approx([loss] * len(results), rel=1e-9)
 
@@ -132,14 +136,14 @@ def test_d3_mean_of_means_is_caught(pool: RankPool) -> None:
     before = weights(reference)
     fit_alone(reference)
     want = {name: before[name] - after for name, after in weights(reference).items()}
-    assert largest_difference(join(pool.run(mean_of_means, 3, 2), 2), want) > 1e-3
+    assert largest_difference(join(pool.run(mean_of_means, 3, 2)), want) > 1e-3
 
 
 AUX = {"aux": 0.01, "ce": 0.0}
 
 
 def aux_step(
-    attention: int, micro_batches: int, batches: int, checkpointing: bool, pad: int
+    attention: int, micro_batches: int, batches: int, checkpointing: bool, pad: int, groups: int
 ) -> tuple[dict[str, Tensor], float]:
     """Gate gradients and logged auxiliary loss of 8 rows, given in `batches` accumulated batches."""
     data = padded(batch(8, 8), pad)
@@ -147,7 +151,7 @@ def aux_step(
     items = [{key: value[i * rows : (i + 1) * rows] for key, value in data.items()} for i in range(batches)]
     module = LM(items, checkpointing=checkpointing, **AUX).double()
     before = weights(module)
-    trainer = fit_apart(module, attention, 1, R=micro_batches, accumulate_grad_batches=batches)
+    trainer = fit_apart(module, attention, 1, p=groups, R=micro_batches, accumulate_grad_batches=batches)
     gates = {name: (before[name] - after) / LR for name, after in weights(module).items() if "gate.weight" in name}
     return gates, trainer.callback_metrics["aux"].item()
 
@@ -171,25 +175,27 @@ def aux_reference(chunks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("attention", "micro_batches", "batches", "checkpointing", "pad"),
+    ("attention", "micro_batches", "batches", "checkpointing", "pad", "groups"),
     [
-        (1, 1, 1, False, 0),
-        (1, 4, 1, False, 0),
-        (2, 2, 1, False, 0),
-        (1, 2, 2, False, 0),
-        (1, 4, 1, True, 0),
-        (1, 4, 1, False, 8),
+        (1, 1, 1, False, 0, 1),
+        (1, 4, 1, False, 0, 1),
+        (2, 2, 1, False, 0, 1),
+        (1, 2, 2, False, 0, 1),
+        (1, 4, 1, True, 0, 1),
+        (1, 4, 1, False, 8, 1),
+        (1, 4, 1, False, 0, 2),
     ],
 )
 def test_d4_auxiliary_loss_is_a_mean_over_the_micro_batches(
-    pool: RankPool, attention: int, micro_batches: int, batches: int, checkpointing: bool, pad: int
+    pool: RankPool, attention: int, micro_batches: int, batches: int, checkpointing: bool, pad: int, groups: int
 ) -> None:
-    results = pool.run(aux_step, attention + 1, attention, micro_batches, batches, checkpointing, pad)
+    world = groups * (attention + 1)
+    results = pool.run(aux_step, world, attention, micro_batches, batches, checkpointing, pad, groups)
     data = padded(batch(8, 8), pad)
     replicas = [{key: value[a::attention] for key, value in data.items()} for a in range(attention)]
     pieces = micro_batches * batches
     chunks = [piece for replica in replicas for piece in split_batch(replica, pieces)]
-    assert largest_difference(results[0][0], aux_reference(chunks)) < 1e-7
+    assert largest_difference(join([gates for gates, _ in results]), aux_reference(chunks)) < 1e-7
 
 
 def test_d4_padding_changes_nothing_and_the_chunks_do(pool: RankPool) -> None:
@@ -212,7 +218,7 @@ def test_d5_idle_f_rank(pool: RankPool) -> None:
     reference = LM([batch(4, 8, seed) for seed in range(5)], opt="adamw", experts=(0, 1)).double()
     before = weights(reference)
     fit_alone(reference)
-    got = join(pool.run(idle_steps, 3, True), 1)
+    got = join(pool.run(idle_steps, 3, True))
     assert all(value.isfinite().all() for value in got.values())
     assert largest_difference(got, weights(reference)) < 1e-7
     name = next(name for name in before if name.endswith("experts.down_proj"))
@@ -227,16 +233,17 @@ def ragged(replicas: int) -> list[dict[str, Tensor]]:
     return [batch(rows * replicas, length, seed) for seed, (rows, length) in enumerate(RAGGED)]
 
 
-def ragged_steps() -> dict[str, Tensor]:
-    module = LM(ragged(2)).double()
-    fit_apart(module, 2, 2, R=2)
+def ragged_steps(attention: int, groups: int) -> dict[str, Tensor]:
+    module = LM(ragged(attention)).double()
+    fit_apart(module, attention, attention, p=groups, R=2)
     return weights(module)
 
 
-def test_d6_ragged_batches(pool: RankPool) -> None:
-    reference = LM(ragged(2)).double()
+@pytest.mark.parametrize(("attention", "groups"), [(2, 1), (1, 2)])
+def test_d6_ragged_batches(pool: RankPool, attention: int, groups: int) -> None:
+    reference = LM(ragged(attention)).double()
     fit_alone(reference)
-    got = join(pool.run(ragged_steps, 4), 2)
+    got = join(pool.run(ragged_steps, 4, attention, groups))
     assert largest_difference(got, weights(reference)) < 1e-7
 
 

@@ -24,7 +24,6 @@ SAME_ON_ALL = {
     refused.more_chosen_than_experts: (2, "4 of 2 experts", "top_k <= 2"),
     refused.dense_model: (2, "no routed experts", "another strategy"),
     refused.more_ranks_than_experts: (4, "ffn=3 F ranks for 2 experts", "ffn <= 2"),
-    refused.two_groups: (4, "groups=2", "use groups=1"),
     refused.manual_optimization: (
         2,
         "automatic_optimization=False",
@@ -47,7 +46,7 @@ SAME_ON_ALL = {
     ),
     refused.unequal_plans: (4, "ranks 0 and 2", "micro_batches=1", "micro_batches=2", "same script and options"),
     refused.unequal_layouts: (4, "different plans", "attention=1", "attention=2"),
-    refused.layer_that_is_not_additive: (4, "model.layers.1 is not additive", "another strategy"),
+    refused.layer_that_is_not_additive: (4, "model.layers.1 is not additive", "needs groups=1"),
     refused.batch_without_common_rows: (4, "[1, 4] rows", "afd_split"),
     refused.step_without_loss: (4, "training_step returned NoneType", "return a loss of zero"),
     refused.step_with_a_vector: (4, "training_step returned a tensor of shape [2, 8]", "scalar loss"),
