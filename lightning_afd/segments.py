@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.coroutine import Coroutine, Host, Segment
-from lightning_afd.model.graph import shared_by
+from lightning_afd.model.graph import shared_by, uses_copies
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,12 +162,12 @@ class MicroBatch:
     def _shares_graph(self, loss: Tensor | None = None) -> bool:
         """Whether segments have operations in common, found out once; their graphs then outlive the first backward."""
         if self._host.shares_graph is None:
-            found = shared_by(list(self._segments.values()), loss)
-            self._host.shares_graph = found is not None
-            if found is not None and len(self._mine) <= self._layers:
+            segments = list(self._segments.values())
+            self._host.shares_graph = shared_by(segments, loss) is not None
+            if len(self._mine) <= self._layers and (self._host.shares_graph or uses_copies(segments)):
                 raise PlanError(
-                    f"attention segment {found[1]} uses tensors of segment {found[0]} beside its hidden states: "
-                    "such a model needs groups=1"
+                    f"attention segments {', '.join(str(layer) for layer in self._mine)} use something learned, beside "
+                    "their hidden states, that lies outside of them: such a model needs groups=1"
                 )
         return self._host.shares_graph
 

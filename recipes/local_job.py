@@ -164,7 +164,7 @@ def plain_step(model: nn.Module, batches: Batches, loss_of: Loss | None = None) 
 
 def labels(ids_BS: Tensor) -> int:
     """Labels of a micro-batch; none where there is one position only."""
-    return ids_BS[:, 1:].numel()
+    return int(ids_BS[:, 1:].numel())
 
 
 def worst_difference(got: Gradients, want: Gradients) -> float:

@@ -89,12 +89,15 @@ def examine(model_type: str, layout: Layout) -> Finding:
     except Exception as error:
         return Finding(model=model_type, verdict="different", reason=_one_line(error))
     dtype = next(model.parameters()).dtype
-    error = difference(outcome, loss, gradients)
+    worst = difference(outcome, loss, gradients)
     verdict = "suspended" if suspended_layers(job.models[0]) else "equal"
-    verdict = verdict if error < TOLERANCE[dtype] else "different"
-    shown = str(dtype).removeprefix("torch.")
-    layers = job.engines[0].plan.layers
-    return Finding(model=model_type, verdict=verdict, layers=layers, dtype=shown, difference=error)
+    return Finding(
+        model=model_type,
+        verdict=verdict if worst < TOLERANCE[dtype] else "different",
+        layers=job.engines[0].plan.layers,
+        dtype=str(dtype).removeprefix("torch."),
+        difference=worst,
+    )
 
 
 def difference(outcome: Outcome, loss: float, gradients: Gradients) -> float:
@@ -126,14 +129,31 @@ def text_batches(replicas: int) -> Batches:
     return [ids[2 * replica : 2 * replica + 2] for replica in range(replicas)]
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """The findings as a Markdown table."""
-    rows = ["| Architecture | Verdict | MoE layers | Difference | Remark |", "|---|---|---|---|---|"]
+def table(findings: Sequence[Finding], more_groups: Sequence[Finding] = ()) -> str:
+    """The findings as a Markdown table; `more_groups` are those of the same models with more groups."""
+    others = {finding.model: finding for finding in more_groups}
+    rows = ["| Architecture | Verdict | Two groups | MoE layers | Difference | Remark |", "|---|---|---|---|---|---|"]
     for finding in findings:
-        measured = f"{finding.layers} | {finding.difference:.0e}" if finding.layers else " | "
-        remark = finding.reason or ("float32" if finding.dtype == "float32" else "")
-        rows.append(f"| {finding.model} | {finding.verdict} | {measured} | {remark.replace('|', '/')} |")
+        other = others.get(finding.model)
+        measured = f"{finding.layers} | {_worst(finding, other):.0e}" if finding.layers else " | "
+        verdict = other.verdict if other is not None else ""
+        remark = _remark(finding, other).replace("|", "/")
+        rows.append(f"| {finding.model} | {finding.verdict} | {verdict} | {measured} | {remark} |")
     return "\n".join(rows) + "\n"
+
+
+def _remark(finding: Finding, other: Finding | None) -> str:
+    """Why not; of a refusal of more groups only the first clause, the rest of it is the same for all models."""
+    parts = ["in float32"] if finding.dtype == "float32" else []
+    if finding.reason:
+        parts.append(finding.reason)
+    elif other is not None and other.reason:
+        parts.append(other.reason.partition(": ")[0])
+    return "; ".join(parts)
+
+
+def _worst(finding: Finding, other: Finding | None) -> float:
+    return max(finding.difference, other.difference if other is not None else 0.0)
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -149,17 +169,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="lightning-afd survey", description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help="model types of transformers; all Mixture-of-Experts ones by default")
     parser.add_argument("--short", action="store_true", help="a few models that differ in how they are split")
-    parser.add_argument("--groups", type=int, default=1, choices=(1, 2), help="groups per role")
+    parser.add_argument("--groups", type=int, nargs="+", default=[1], choices=(1, 2), help="groups per role to try")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
     _quiet()
     models = arguments.models or (SHORT if arguments.short else moe_models())
-    layout = Layout(attention=2 if arguments.groups == 1 else 1, ffn=2, groups=arguments.groups)
-    findings = survey(models, layout, lambda finding: _say(str(finding)))
-    _say(summary(findings))
+    tried = []
+    for groups in arguments.groups:
+        layout = Layout(attention=2 if groups == 1 else 1, ffn=2, groups=groups)
+        tried.append(survey(models, layout, lambda finding: _say(str(finding))))
+        _say(f"{layout.describe()}: {summary(tried[-1])}")
     if arguments.markdown:
-        arguments.markdown.write_text(table(findings))
-    sys.exit(any(finding.verdict == "different" for finding in findings))
+        arguments.markdown.write_text(table(*tried))
+    sys.exit(any(finding.verdict == "different" for findings in tried for finding in findings))
 
 
 def _whole(model_type: str, batches: Batches) -> tuple[nn.Module, float, Gradients]:

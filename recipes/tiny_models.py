@@ -68,6 +68,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bailing_hybrid": {"layer_group_size": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "glm5_next": {"text_config.index_kpool": 2},
     "mistral4": {
@@ -212,17 +213,21 @@ def _cut(whole: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
         if _is_config(name, value):
             inner = _cut(whole[name], value)
             out |= {name: inner} if inner else {}
-        elif isinstance(value, list) and isinstance(long := whole.get(name), list) and len(long) == layers:
-            short = _first_of_each_kind(long)
-            if len(value) != LAYERS or set(map(repr, value)) != set(map(repr, short)):
-                out[name] = short
+        elif isinstance(value, list) and _per_layer(whole.get(name), layers):
+            kinds = isinstance(whole[name][0], str)
+            out |= {name: _first_of_each_kind(whole[name])} if kinds or len(value) != LAYERS else {}
     return out
+
+
+def _per_layer(value: Any, layers: int | None) -> bool:
+    return isinstance(value, list) and bool(value) and len(value) == layers
 
 
 def _first_of_each_kind(entries: list[Any]) -> list[Any]:
     first = {repr(entry): index for index, entry in reversed(list(enumerate(entries)))}
-    chosen = sorted(sorted(first.values())[:LAYERS])
+    chosen = sorted(first.values())[:LAYERS]
     rest = [index for index in range(len(entries)) if index not in chosen]
+    rest.sort(key=lambda index: index < chosen[-1])  # those behind the last new kind first: dense layers lead
     return [entries[index] for index in sorted(chosen + rest[: LAYERS - len(chosen)])]
 
 
@@ -245,12 +250,12 @@ def _text_model(model_types: list[str]) -> str:
     return next((name for name in causal if name.endswith("_text")), (causal or model_types)[0])
 
 
-@torch.no_grad()
 def _fill(model: nn.Module) -> None:
     """Give weights that a model leaves empty or zero some values, and hash routers a table."""
-    for parameter in model.parameters():
-        if parameter.isnan().any() or (parameter.dim() > 1 and not parameter.any()):
-            nn.init.normal_(parameter, std=0.2)
-    for name, buffer in model.named_buffers():
-        if name.endswith("tid2eid"):
-            buffer.copy_(torch.stack([torch.randperm(4)[: buffer.shape[1]] for _ in buffer]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.isnan().any() or (parameter.dim() > 1 and not parameter.any()):
+                nn.init.normal_(parameter, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.stack([torch.randperm(4)[: buffer.shape[1]] for _ in buffer]))

@@ -10,6 +10,12 @@ from torch.autograd.graph import Node
 from lightning_afd.model.coroutine import Segment
 
 
+def ends_of(segment: Segment) -> list[Tensor]:
+    """What the backward of a segment starts from."""
+    ends = [segment.base, segment.x_TH, segment.w_TK, *(logits for logits, _ in segment.logits)]
+    return [end for end in ends if end is not None]
+
+
 def shared_by(segments: Sequence[Segment], loss: Tensor | None) -> tuple[int, int] | None:
     """The first two segments (by layer) that have operations in common; None where each has a graph of its own.
 
@@ -17,20 +23,35 @@ def shared_by(segments: Sequence[Segment], loss: Tensor | None) -> tuple[int, in
     """
     owners: dict[Node, int] = {}
     for segment in segments:
-        ends = [segment.base, segment.x_TH, segment.w_TK, *(logits for logits, _ in segment.logits)]
-        ends += [loss] if segment is segments[-1] else []
-        for node in _operations(end for end in ends if end is not None):
+        ends = ends_of(segment) + ([loss] if loss is not None and segment is segments[-1] else [])
+        for node in _walk(ends)[0]:
             if owners.setdefault(node, segment.layer) != segment.layer:
                 return owners[node], segment.layer
     return None
 
 
-def _operations(ends: Iterable[Tensor]) -> set[Node]:
-    found: set[Node] = set()
+def uses_copies(segments: Sequence[Segment]) -> list[int]:
+    """Segments (by layer) whose gradients reach a parameter that is trained in another A group."""
+    return [
+        segment.layer
+        for segment in segments
+        if any(getattr(leaf, "afd_copy", False) for leaf in _walk(ends_of(segment))[1])
+    ]
+
+
+def _walk(ends: Iterable[Tensor]) -> tuple[set[Node], list[Tensor]]:
+    """The operations and the leaves that lead to these tensors."""
+    leaves: dict[Node, Tensor] = {}
+    operations: set[Node] = set()
     waiting = [end.grad_fn for end in ends if end.grad_fn is not None]
     while waiting:
         node = waiting.pop()
-        if node not in found and not hasattr(node, "variable"):
-            found.add(node)
+        if node in operations or node in leaves:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            operations.add(node)
             waiting += [before for before, _ in node.next_functions if before is not None]
-    return found
+        else:
+            leaves[node] = leaf
+    return operations, list(leaves.values())

@@ -43,7 +43,7 @@ def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
     named = _named_by_user(root)
     found = _searched(root) if named is None else {name: experts for name, _, experts in named if experts is not None}
     if not found:
-        raise PlanError(f"{type(root).__name__} has no routed experts: {_why_none(root)}")
+        raise PlanError(f"{type(root).__name__} {_why_none(root)}")
     layers: dict[str, MoELayer] = {}
     for layer_name, experts in found.items():
         check_experts(experts)
@@ -110,7 +110,7 @@ def _named_by_user(root: nn.Module) -> list[tuple[str, nn.Module, nn.Module | No
     if module is None:
         return None
     names = {id(module): name for name, module in root.named_modules()}
-    pairs = list(module.afd_layers())  # type: ignore[operator]
+    pairs = list(module.afd_layers())
     lost = [type(part).__name__ for pair in pairs for part in pair if part is not None and id(part) not in names]
     if lost:
         raise PlanError(f"afd_layers of {type(module).__name__} returned modules that are not in the model: {lost}")
@@ -130,15 +130,17 @@ def _searched(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _why_none(root: nn.Module) -> str:
-    strange = sorted({type(module).__name__ for module in root.modules() if "Experts" in type(module).__name__})
+    others = [module for module in root.modules() if not is_experts(module)]
+    strange = sorted({type(module).__name__ for module in others if "Experts" in type(module).__name__})
     if strange:
         return (
-            f"its {', '.join(strange)} cannot be split, since a split needs experts(x, ids, weights) with gate_up_proj "
-            "(or up_proj) and down_proj [experts, ..., ...] and nothing else to train"
+            f"has experts that cannot be split, {', '.join(strange)}: a split needs experts(x, ids, weights) with "
+            "gate_up_proj (or up_proj) and down_proj [experts, ..., ...] and nothing else to train"
         )
     return (
-        "no submodule holds stacked expert weights (down_proj and gate_up_proj or up_proj with the expert as "
-        "dimension 0). Use a Mixture-of-Experts model of transformers, or another strategy for a dense one"
+        "has no routed experts: no submodule holds stacked expert weights (down_proj and gate_up_proj or up_proj with "
+        "the expert as dimension 0). Use a Mixture-of-Experts model of transformers, or another strategy for a dense "
+        "one"
     )
 
 
