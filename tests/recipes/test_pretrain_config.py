@@ -92,7 +92,10 @@ def test_right_settings_do_reach_torch(tmp_path: Path, no_torch: str) -> None:
 
 def test_unknown_recipe_and_help(tmp_path: Path, no_torch: str) -> None:
     unknown = run(tmp_path, "pretrian", first_on_path=no_torch)
-    assert (unknown.returncode, unknown.stderr) == (1, "lightning-afd: pretrian is not a recipe; choices: pretrain, survey\n")
+    assert (unknown.returncode, unknown.stderr) == (
+        1,
+        "lightning-afd: pretrian is not a recipe; choices: pretrain, survey\n",
+    )
     general, special = run(tmp_path, "--help"), run(tmp_path, "pretrain", "--help", first_on_path=no_torch)
     assert (general.returncode, special.returncode) == (0, 0)
     assert "recipes: pretrain" in general.stdout
