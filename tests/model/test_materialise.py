@@ -1,0 +1,89 @@
+"""Models made on the meta device: first values depend on seed and names, not on the layout; replicas start equal."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import hf_config, tiny
+from torch import Tensor, nn
+
+from lightning_afd.engine import Engine, make_plan
+from lightning_afd.errors import PlanError
+from lightning_afd.model.place import is_owned
+from lightning_afd.placement import Layout
+from lightning_afd.transport.local import LocalNetwork, LocalTransport
+
+ONE = Layout(attention=1, ffn=1)
+
+
+def on_meta(name: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf_config(name), experts_implementation="eager")
+
+
+def start(models: list[nn.Module], layout: Layout) -> list[dict[str, Tensor]]:
+    """What each rank holds after placing and materialising its copy."""
+    network = LocalNetwork(layout)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        model = models[rank]
+        transport = LocalTransport(network, rank)
+        plan, layers = make_plan(model, layout, order="af-pipe", micro_batches=2)
+        engine = Engine(plan, rank, transport, transport)
+        engine.place(model, layers)
+        engine.materialise(model, layers, torch.device("cpu"))
+        return {name: p.detach() for name, p in model.named_parameters() if is_owned(p)}
+
+    return network.run([lambda rank=rank: run(rank) for rank in range(layout.world)])  # type: ignore[misc]
+
+
+def whole(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    joined: dict[str, Tensor] = {}
+    for name in {name for part in parts for name in part}:
+        held = [part[name] for part in parts if name in part]
+        joined[name] = torch.cat(held) if ".experts." in name else held[0]
+    return joined
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_first_values_do_not_depend_on_the_layout(name: str) -> None:
+    model = on_meta(name)
+    torch.manual_seed(3)
+    want = whole(start([copy.deepcopy(model) for _ in range(2)], ONE))
+    assert set(want) == {key for key, _ in model.named_parameters()}
+    assert all(not value.is_meta and value.isfinite().all() for value in want.values())
+    assert all(value.std() > 0 for key, value in want.items() if key.endswith("experts.down_proj"))
+    for layout in (Layout(attention=1, ffn=3), Layout(attention=2, ffn=2), Layout(attention=1, ffn=2, groups=2)):
+        got = whole(start([copy.deepcopy(model) for _ in range(layout.world)], layout))
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    torch.manual_seed(4)
+    other = whole(start([copy.deepcopy(model) for _ in range(2)], ONE))
+    assert not torch.equal(other["model.embed_tokens.weight"], want["model.embed_tokens.weight"])
+
+
+def test_replicas_of_a_script_without_a_seed_start_equal() -> None:
+    models = [tiny(seed=rank) for rank in range(3)]
+    first = {name: p.clone() for name, p in models[0].named_parameters()}
+    parts = start(models, Layout(attention=2, ffn=1))
+    assert all(
+        torch.equal(parts[1][name], value) and torch.equal(value, first[name]) for name, value in parts[0].items()
+    )
+
+
+def test_weights_made_in_init_are_kept() -> None:
+    model = tiny(seed=5)
+    want = {name: p.clone() for name, p in model.named_parameters()}
+    got = whole(start([copy.deepcopy(model) for _ in range(3)], Layout(attention=1, ffn=2)))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_module_that_does_not_say_how_it_starts_is_refused() -> None:
+    with torch.device("meta"):
+        model = tiny()
+    with pytest.raises(PlanError, match="reset_parameters"):
+        start([copy.deepcopy(model) for _ in range(2)], ONE)
