@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_afd import attention_rank
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.placement import Layout
-from lightning_afd.segments import MicroBatch, UserStep
+from lightning_afd.segments import Gradients, MicroBatch, UserStep
 from lightning_afd.transport.base import Channel
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 
@@ -74,18 +74,19 @@ class Model(nn.Module):
 class BareMicroBatch(MicroBatch):
     """The coroutine of a micro-batch without any autograd."""
 
-    def forward(self, layer: int, layers: int, y_TH: Tensor | None) -> Any:
-        segment = self._coroutine.resume(y_TH)
+    def forward(self, layer: int, y_TH: Tensor | None, base_TH: Tensor | None) -> Any:
+        self._coroutine.resume(y_TH)
         if layer == 0:
-            self._dh = segment.x_TH
-        return None if layer == layers else segment
+            x_TH = self._coroutine.segment.x_TH
+            assert x_TH is not None
+            self._bare = Gradients(x_TH, x_TH)
+        return None if layer == self._layers else self._coroutine.segment
 
-    def tail_backward(self, layers: int) -> Tensor:
-        assert self._dh is not None
-        return self._dh
+    def tail_backward(self) -> Gradients:
+        return self._bare
 
-    def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor) -> Tensor | None:
-        return self._dh if layer else None
+    def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor, dh_TH: Tensor) -> Gradients | None:
+        return self._bare if layer else None
 
 
 class BareShard:
@@ -153,9 +154,9 @@ class Job:
             plan, layers = make_plan(model, layout, order=options.order, micro_batches=options.micro_batches)
             engine = Engine(plan, rank, transport, transport)
             engine.place(model, layers)
-            engine.connect(layers, CPU)
+            engine.connect(model, layers, CPU)
             if not engine.is_attention:
-                engine._role._shards = (BareShard(),) * options.layers  # type: ignore[union-attr]
+                engine._role._shards = dict.fromkeys(range(options.layers), BareShard())  # type: ignore[union-attr]
             self.engines.append(engine)
             self.models.append(model)
 
