@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_afd.errors import PeerFailure, PlanError
 
 _CAUSE = "afd/cause"
-_SAME_ON_ALL_RANKS = {"PlanError": PlanError, "MisconfigurationException": MisconfigurationException}
+_SAME_ON_ALL_RANKS = {kind.__name__: kind for kind in (PlanError, MisconfigurationException, FloatingPointError)}
+"""Errors whose text holds for every rank: raised as they are."""
 
 
 class FailureBoard:
