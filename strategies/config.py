@@ -33,7 +33,10 @@ class AFDConfig:
     recompute_experts: bool = False
     """Whether F ranks keep only the inputs of their experts for backward."""
     on_nonfinite: Literal["error", "skip"] = "error"
-    """A gradient norm that is not finite ends the job with the rank and parameter, or nobody makes the step."""
+    """Where gradients are clipped by norm, one that is not finite ends the job, or nobody makes the step.
+
+    Without clipping the norm is not measured.
+    """
     timeout: timedelta = timedelta(minutes=10)
     """How long a rank waits for a message before it gives up."""
 
