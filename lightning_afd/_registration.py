@@ -7,54 +7,67 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-REGISTRY_MODULE = "lightning.pytorch.strategies"
+from lightning_afd.namespace import NAMESPACES
 
 
 def register_strategies() -> None:
-    """Register now if Lightning's strategies are imported, else as soon as they are."""
-    if REGISTRY_MODULE in sys.modules:
-        _register(sys.modules[REGISTRY_MODULE])
-    elif not any(isinstance(finder, _RegistryWatcher) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegistryWatcher())
+    """Register in each Trainer package: now if its strategies are imported, else as soon as they are."""
+    for namespace in NAMESPACES:
+        watcher = _RegistryWatcher(namespace.package)
+        if watcher.module in sys.modules:
+            _register(sys.modules[watcher.module], namespace.package)
+        elif watcher not in sys.meta_path:
+            sys.meta_path.insert(0, watcher)
 
 
-def _register(module: ModuleType) -> None:
+def _register(module: ModuleType, package: str) -> None:
     registry = module.StrategyRegistry
     if "afd" not in registry.available_strategies():
-        registry.register("afd", _make_afd, description="attention-FFN disaggregation for Mixture-of-Experts models")
+        description = "attention-FFN disaggregation for Mixture-of-Experts models"
+        registry.register("afd", _make_afd, description=description, package=package)
 
 
-def _make_afd(**options: Any) -> Any:
+def _make_afd(package: str, **options: Any) -> Any:
     from lightning_afd.strategies.afd import AFDStrategy
 
-    return AFDStrategy(**options)
+    return AFDStrategy.of(package)(**options)
 
 
+@dataclass(frozen=True)
 class _RegistryWatcher(importlib.abc.MetaPathFinder):
-    """Waits for the import of Lightning's strategies, registers behind it, and is gone."""
+    """Waits for the import of one package's strategies, registers behind it, and is gone."""
+
+    package: str
+
+    @property
+    def module(self) -> str:
+        """Where the package has its registry."""
+        return f"{self.package}.strategies"
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != REGISTRY_MODULE:
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _RegisteringLoader(spec.loader, self.package)
         return spec
 
 
 class _RegisteringLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, package: str) -> None:
         self._loader = loader
+        self._package = package
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _register(module)
+        _register(module, self._package)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING, Any
 
 from lightning_afd.draw import draw_timeline
+from lightning_afd.namespace import Callback
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
-class StepMonitor(pl.Callback):
+class StepMonitor(Callback):
     """Log tokens per second and the share of exposed communication of each training step, on all ranks alike.
 
     `tokens_per_s` counts the tokens of all attention ranks over the time of the slowest rank; `exposed` is the mean
@@ -25,7 +27,7 @@ class StepMonitor(pl.Callback):
         pl_module.log("exposed", stats.exposed, prog_bar=True, batch_size=1)
 
 
-class TimelinePicture(pl.Callback):
+class TimelinePicture(Callback):
     """Draw what every rank did during one training step: `path` (png, svg or pdf) is written after step `step`.
 
     Does nothing under other strategies.

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -22,6 +18,7 @@ from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
 from lightning_afd.model.place import owned_parameters
 from lightning_afd.model.split import MoELayer
+from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.checkpoints import RankCheckpoints
@@ -32,6 +29,9 @@ from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hook
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.timeline import Timeline
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class AFDStrategy(RankedStrategy):
@@ -87,7 +87,7 @@ class AFDStrategy(RankedStrategy):
         self.guarded(self._setup, trainer)
 
     def _setup(self, trainer: pl.Trainer) -> None:
-        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self.lightning_module, trainer.state.fn == "fit"
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module)
@@ -100,7 +100,7 @@ class AFDStrategy(RankedStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            namespace_of(self).fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
         self._driver = Driver(self.engine, module, self.seeds)

@@ -5,30 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_afd.namespace import MisconfigurationException, ParallelStrategy, namespace_of
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.failure import FailureBoard
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 class RankedStrategy(ParallelStrategy):
@@ -87,20 +79,27 @@ class RankedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        launchers = namespace_of(self).pytorch("strategies.launchers.subprocess_script")
+        self._launcher = launchers._SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
 
     # -- process groups -------------------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
+        lightning = namespace_of(self)
+        lightning.fabric("utilities.seed").reset_seed()
         self._set_world_ranks()
         self._check_world()
-        self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        distributed = lightning.fabric("utilities.distributed")
+        self._backend = self._backend or distributed._get_default_process_group_backend_for_device(self.root_device)
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device
-        _init_dist_connection(self.cluster_environment, self._backend, timeout=self._timeout, device_id=device)
+        distributed._init_dist_connection(
+            self.cluster_environment, self._backend, timeout=self._timeout, device_id=device
+        )
         self._failed = False
         self._board = FailureBoard.create(self.global_rank, self.world_size)
         self.compare_plans(repr(self.layout))
@@ -112,7 +111,7 @@ class RankedStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank
 
     def _check_world(self) -> None:
         """A launcher from outside may have started another number of processes than the Trainer was told."""
@@ -179,14 +178,14 @@ class RankedStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
+        if not torch.distributed.is_initialized():
             return
         ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         self.guarded(torch.distributed.barrier, device_ids=ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if not torch.distributed.is_initialized():
             return obj
         box = [obj]
         self.guarded(torch.distributed.broadcast_object_list, box, src=src)
@@ -200,12 +199,13 @@ class RankedStrategy(ParallelStrategy):
         if group is None and self.layout.worker_of(self.global_rank).role == "F":
             return tensor
         group = self._groups.replicas if group is None else group
-        return self.guarded(_sync_ddp_if_available, tensor, group, reduce_op=reduce_op)
+        sync = namespace_of(self).fabric("utilities.distributed")._sync_ddp_if_available
+        return self.guarded(sync, tensor, group, reduce_op=reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks."""
-        if not _distributed_is_initialized():
+        if not torch.distributed.is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         self.guarded(torch.distributed.all_reduce, votes)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_afd.model.place import foreign_names
+from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.strategies.base import RankedStrategy
 
 META = "meta.pt"

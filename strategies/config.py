@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
+from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import ORDERS
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_afd.batch import batch_rows, loss_weight, merge_outputs, split_batch
@@ -19,9 +17,13 @@ from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
 from lightning_afd.model.place import owned_parameters
+from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Recorder
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 Around = Callable[[], AbstractContextManager[Any]]
 

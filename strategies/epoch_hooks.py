@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
 from lightning_afd.engine import Engine
+from lightning_afd.namespace import namespace_of
 from lightning_afd.strategies.step_log import Exchange, Recorder
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _HOOKS = tuple(f"on_{stage}_epoch_end" for stage in ("train", "validation", "test"))
 
@@ -29,6 +31,7 @@ class EpochHooks:
     def __init__(self, module: pl.LightningModule, engine: Engine, guard: Callable[..., Any], group: Any) -> None:
         self._module = module
         self._runs = engine.has_tail
+        is_overridden = namespace_of(module).pytorch("utilities.model_helpers").is_overridden
         self._hooks = [name for name in _HOOKS if is_overridden(name, module)]
         self._metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
         for name in self._hooks:

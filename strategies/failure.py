@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_afd.errors import PeerFailure, PlanError
+from lightning_afd.namespace import MisconfigurationException
 
 _CAUSE = "afd/cause"
 _SAME_ON_ALL_RANKS = {kind.__name__: kind for kind in (PlanError, MisconfigurationException, FloatingPointError)}

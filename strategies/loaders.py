@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_afd.errors import PlanError
+from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.transport.base import Collectives
 
 _BATCH_HOOKS = (
@@ -64,7 +63,7 @@ class FirstBatches:
 
 def agree_on_length(loader: Any, collectives: Collectives, *, is_attention: bool) -> Any:
     """Collective: the loader of an A rank, cut to the shortest of all A ranks, or an F rank's stand-in."""
-    length = sized_len(loader)
+    length = _sized_length(loader)
     lengths = [
         row[1] for row in collectives.all_gather([float(is_attention), -1.0 if length is None else length]) if row[0]
     ]
@@ -82,6 +81,14 @@ def agree_on_length(loader: Any, collectives: Collectives, *, is_attention: bool
     if not is_attention:
         return EmptyBatches(shortest)
     return FirstBatches(loader, shortest)
+
+
+def _sized_length(loader: Any) -> int | None:
+    """None where it has no length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def silence_batch_hooks(module: Any) -> None:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_afd.namespace import MisconfigurationException, namespace_of
 
-_CALLBACKS = (StochasticWeightAveraging, WeightAveraging, BatchSizeFinder)
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "BatchSizeFinder")
 
 
 def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raises MisconfigurationException with the first thing that cannot work."""
+    lightning = namespace_of(trainer)
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "strategy afd needs automatic optimization, but the module sets automatic_optimization=False: "
             "the pipeline must know when a backward runs"
         )
+    is_param_in_hook_signature = lightning.pytorch("utilities.signature_utils").is_param_in_hook_signature
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException("strategy afd cannot run training_step(dataloader_iter): take a batch instead")
+    refused = tuple(getattr(lightning.pytorch("callbacks"), name) for name in _CALLBACKS)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, _CALLBACKS):
+        if isinstance(callback, refused):
             raise MisconfigurationException(
                 f"strategy afd does not support {type(callback).__name__}: it copies or re-runs a module of which "
                 "each rank holds only a part"

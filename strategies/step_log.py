@@ -6,15 +6,17 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_afd.errors import PlanError
+from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.transport.base import Collectives
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _REDUCTIONS: dict[Any, str] = {"avg": "mean", torch.mean: "mean", torch.max: "max", torch.min: "min", torch.sum: "sum"}
 _REDUCTIONS |= {name: name for name in ("mean", "max", "min", "sum")}

@@ -24,7 +24,7 @@ TORCH = (
     *("model", "transport", "batch", "segments", "sent", "gradients", "optimizer"),
     *("runtime", "attention_rank", "ffn_rank", "engine", "checkpoint"),
 )
-LIGHTNING = ("callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
+LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING
 
 HEAVY_FOR_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "rich"}
