@@ -67,7 +67,8 @@ def imported_namespace() -> Namespace:
 def _joined(cls: type, *lightnings: type) -> type:
     """`cls` with Lightning's classes as further bases, under the same name."""
     missing = tuple(base for base in lightnings if not issubclass(cls, base))
-    return type(cls.__name__, (cls, *missing), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+    own = {"__doc__": cls.__doc__, "__module__": cls.__module__, "_joined_from": cls}
+    return type(cls.__name__, (cls, *missing), own) if missing else cls
 
 
 class _Either:
@@ -87,6 +88,16 @@ class _Either:
             raise ValueError(f"package={package!r}: choose one of {', '.join(n.package for n in NAMESPACES)}")
         module, name = cls._home
         return _joined(cls, getattr(namespace.pytorch(module), name))
+
+    def __reduce__(self) -> Any:
+        """No name leads to a joined class: whoever copies or unpickles joins it again."""
+        cls = vars(type(self)).get("_joined_from", type(self))
+        return _blank, (cls, namespace_of(self).package), vars(self)
+
+
+def _blank(cls: type[_Either], package: str) -> Any:
+    made = cls.of(package)
+    return made.__new__(made)
 
 
 class ParallelStrategy(_Either, _ParallelStrategy):
@@ -112,8 +123,7 @@ class MisconfigurationException(_MisconfigurationException):
 
     def __new__(cls, *args: Any) -> Any:
         lightnings = [known.fabric("utilities.exceptions") for known in NAMESPACES if known.imported]
-        made = _joined(cls, *(module.MisconfigurationException for module in lightnings)) if lightnings else cls
-        return super().__new__(made, *args)
+        return super().__new__(_joined(cls, *(module.MisconfigurationException for module in lightnings)), *args)
 
     def __reduce__(self) -> Any:
         """Another process makes its own one."""

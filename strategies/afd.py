@@ -40,6 +40,9 @@ class AFDStrategy(RankedStrategy):
     Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order, on_nonfinite, timeout. Options of
     Lightning's own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin,
     process_group_backend) are passed on. Raises MisconfigurationException for what cannot work.
+
+    An instance is for the Trainer of the package that is imported, lightning.pytorch or pytorch_lightning; where both
+    are, `AFDStrategy.of("pytorch_lightning")(...)` chooses.
     """
 
     strategy_name = "afd"

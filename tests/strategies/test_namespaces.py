@@ -1,5 +1,6 @@
 """Both packages that Lightning comes as, lightning.pytorch and pytorch_lightning, train the same with one import."""
 
+import ast
 import pickle
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from tiny import tiny
 from torch import Tensor, nn
 
 from lightning_afd import AFDStrategy
-from lightning_afd.callbacks import StepMonitor
+from lightning_afd.callbacks import StepMonitor, TimelinePicture
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.strategies.base import RankedStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHTNING, MIRROR = "lightning.pytorch", "pytorch_lightning"
+TRAINERS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 STEPS = 3
 NAMED, CHOSEN = None, {"attention": 2, "ffn": 1, "micro_batches": 2}
 """Trainer(strategy="afd"), and AFDStrategy with options."""
@@ -191,7 +193,7 @@ assert trainers() == ["lightning_fabric", "pytorch_lightning"], trainers()
 
 def test_a_user_of_the_mirror_never_loads_the_other_package() -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}){ALONE}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     by_name, by_options = (line for line in done.stdout.splitlines() if "strategy afd" in line)
     assert "3 ranks into equal halves" in by_name
@@ -220,10 +222,44 @@ def test_users_may_inherit_from_the_strategy() -> None:
     assert isinstance(Own.of(MIRROR)(ffn=1), (Own, RankedStrategy, strategy_of(MIRROR)))
 
 
-def test_exceptions_survive_the_way_to_another_process() -> None:
+def test_exceptions_and_callbacks_survive_the_way_to_another_process() -> None:
     error = MisconfigurationException("devices=3")
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is type(error) and str(back) == "devices=3"
+    for package in (LIGHTNING, MIRROR):
+        picture = TimelinePicture.of(package)("x.png", step=7)
+        again = pickle.loads(pickle.dumps(picture))
+        assert type(again) is type(picture) and vars(again) == vars(picture)
+        assert again.state_key == "TimelinePicture"
+
+
+def imports_at_run_time(source: str) -> set[str]:
+    """Top-level names of the packages that a module imports anywhere, except for type checkers."""
+    names, todo = set(), [ast.parse(source)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module).split(".")[0])
+        todo += ast.iter_child_nodes(node)
+    return names
+
+
+def test_strategies_and_callbacks_name_neither_package() -> None:
+    files = [*(ROOT / "strategies").glob("*.py"), ROOT / "lightning_afd" / "callbacks.py"]
+    found = {file.name: imports_at_run_time(file.read_text()) & TRAINERS for file in files}
+    assert len(found) > 5 and not any(found.values()), f"use lightning_afd.namespace in {found}"
+
+
+def test_the_check_of_imports_finds_them() -> None:
+    typed = "if TYPE_CHECKING:\n    import lightning.pytorch as pl\n"
+    assert imports_at_run_time(typed) == set()
+    assert imports_at_run_time(f"{typed}else:\n    import pytorch_lightning") == {"pytorch_lightning"}
+    assert imports_at_run_time("def f():\n    from lightning.fabric import x") == {"lightning"}
 
 
 def test_other_objects_belong_to_neither_package() -> None:
