@@ -128,6 +128,9 @@ def test_resume_with_two_groups_is_bit_exact(pool: RankPool, tmp_path: Path) -> 
     for through, resumed in ranks:
         assert_same_tail(through, resumed)
     assert [len(through.masks) for through, _ in ranks] == [6, 0, 0, 0]
+    one_group = pool.run(run_to_the_end, 2, Run(layout="1A+1F"), Saver(None), 0, None)
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0].masks, one_group[0].masks, strict=True))
+    assert ranks[0][0].losses == pytest.approx(one_group[0].losses, rel=1e-5)
     held = [set(torch.load(path / f"rank-{rank}.ckpt", weights_only=True)["state_dict"]) for rank in range(4)]
     assert held == [set(through.weights) for through, _ in ranks]
     assert sum(map(len, held)) == len(set().union(*held)) == len(dict(resumable().named_parameters()))
