@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_afd.model.coroutine import Coroutine
 from lightning_afd.model.place import is_owned
+from lightning_afd.model.port import Foreign
 from lightning_afd.placement import Layout
 from lightning_afd.segments import UserStep
 
@@ -99,3 +100,15 @@ def test_other_random_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Coroutine, "reseed", lambda *args: None)
     job = SeededJob(model_with_dropout(), Layout(attention=2, ffn=1, groups=2), loss=random_loss)
     assert job.step(batches).difference(*want) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+def test_auxiliary_loss_of_transformers_sees_the_layers_of_all_groups(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model, batches = tiny_hf(name, aux=0.1).double(), make_batches(1, 2)
+    want = plain_step(model, batches)
+    assert LocalJob(model, TWO_GROUPS).step(batches).difference(*want) < 1e-12
+    monkeypatch.setattr(Foreign, "_stand_in", lambda *args: None)
+    left_out = LocalJob(model, TWO_GROUPS).step(batches)
+    assert abs(left_out.loss - want[0]) > 1e-4 and left_out.difference(*want) > 1e-3
