@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -135,3 +136,17 @@ def test_unweighted_micro_batches_are_noticed(pool: RankPool, tmp_path: Path) ->
     reference = pool.run(fit, 1, WarmUp, Run(layout="ref"), tmp_path, False, options)[0]
     ranks = pool.run(fit, TWO_REPLICAS.world, WarmUp, TWO_REPLICAS, tmp_path, True, options)
     assert worst(join([rank.weights for rank in ranks]), reference.weights)[0] > 1e-4
+
+
+def fit_one_layer(run: Run) -> State:
+    """Two clipped AdamW steps of a model with one MoE layer."""
+    module = tiny_module(steps=2, layers=1)
+    module.optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+    run.trainer(gradient_clip_val=0.2).fit(module)
+    return owned(module)
+
+
+def test_a_group_may_have_no_layer(pool: RankPool) -> None:
+    ranks = pool.run(fit_one_layer, TWO_GROUPS.world, TWO_GROUPS)
+    assert [bool(rank) for rank in ranks] == [True, False, True, False]
+    assert worst(join(ranks), pool.run(fit_one_layer, 1, Run(layout="ref"))[0])[0] <= 1e-5
