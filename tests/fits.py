@@ -13,7 +13,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from tiny import tiny
 from torch import Tensor, nn
 
-from lightning_afd.model.place import owned_parameters
 from lightning_afd.strategies.afd import AFDStrategy
 
 Batch = dict[str, Tensor]
@@ -173,11 +172,6 @@ def tiny_module(steps: int = 1, rows: int = 8, val_steps: int = 0, **sizes: Any)
     """A seeded Model of a TinyMoE with `steps` training batches, and `val_steps` ones without masked labels."""
     val = [tokens(rows - 2 * step, seed=100 + step, masked=False) for step in range(val_steps)]
     return Model(tiny(**sizes), [tokens(rows, seed=seed) for seed in range(steps)], val, aux=1.0)
-
-
-def owned(module: nn.Module) -> State:
-    """Copies of the parameters that this rank trains."""
-    return {name: p.detach().clone() for name, p in owned_parameters(module)}
 
 
 def worst(ours: State, reference: State) -> tuple[float, str]:

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import join
-from fits import Model, Run, State, owned, tiny_module, worst
+from cases import join, weights
+from fits import Model, Run, State, tiny_module, worst
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from pool import RankPool
 
@@ -91,7 +91,7 @@ def fit(kind: type[Model], run: Run, folder: Path, unweighted: bool, options: di
     }
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return Result(
-        owned(module), metrics, watch.rates, counts, Path(best.best_model_path).stem, watch.losses, watch.norms
+        weights(module), metrics, watch.rates, counts, Path(best.best_model_path).stem, watch.losses, watch.norms
     )
 
 
@@ -143,7 +143,7 @@ def fit_one_layer(run: Run) -> State:
     module = tiny_module(steps=2, layers=1)
     module.optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
     run.trainer(gradient_clip_val=0.2).fit(module)
-    return owned(module)
+    return weights(module)
 
 
 def test_a_group_may_have_no_layer(pool: RankPool) -> None:

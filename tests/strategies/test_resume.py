@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import join
-from fits import Batch, Model, Run, State, owned, tiny_module, worst
+from cases import join, weights
+from fits import Batch, Model, Run, State, tiny_module, worst
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import RankPool
 from torch import Tensor
@@ -88,7 +88,7 @@ def run_to_the_end(run: Run, saver: Saver, seed: int, start: Path | None) -> Tai
     trainer.fit(module, ckpt_path=start)
     moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
     masks = module.masks[-3 * run.micro_batches :]  # of the last 3 steps
-    return Tail(owned(module), moments, saver.rates, saver.losses, masks, trainer.global_step)
+    return Tail(weights(module), moments, saver.rates, saver.losses, masks, trainer.global_step)
 
 
 def save_and_resume(run: Run, path: Path) -> tuple[Tail, Tail]:
@@ -211,7 +211,7 @@ def several_runs(run: Run) -> tuple[State, list[dict[str, float]], list[Tensor |
     predictions = trainer.predict(module) or []
     run.trainer(**options).fit(module)
     metrics += run.trainer(**options).test(module, verbose=False)
-    return owned(module), metrics, list(predictions)
+    return weights(module), metrics, list(predictions)
 
 
 @pytest.mark.parametrize("run", [Run(), TWO_GROUPS])
