@@ -37,13 +37,14 @@ class Outcome:
     loss: float
     replicas: list[Gradients]
 
-    def difference(self, loss: float, grads: Gradients) -> float:
+    def difference(self, loss: float, grads: Gradients, noise: float = 0.0) -> float:
         """The largest relative difference of loss and gradients, on all replicas, from those of a plain loop."""
-        return max(abs(self.loss - loss) / abs(loss), *(worst_difference(mine, grads) for mine in self.replicas))
+        worst = [worst_difference(mine, grads, noise) for mine in self.replicas]
+        return max(abs(self.loss - loss) / abs(loss), *worst)
 
 
 class LocalJob:
-    """The ranks of one job, each with its own part of a copy of `model`."""
+    """The ranks of one job, each with its own part of a copy of `model`; `choices` are further fields of the Plan."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class LocalJob:
         layout: Layout,
         order: str = "af-pipe",
         *,
-        micro_batches: int = 4,
         network: LocalNetwork | None = None,
         loss: Loss | None = None,
+        **choices: Any,
     ) -> None:
         self.layout = layout
         self._loss = loss or micro_batch_loss
@@ -64,7 +65,7 @@ class LocalJob:
         for rank in range(layout.world):
             own = copy.deepcopy(model)
             transport = LocalTransport(self.network, rank)
-            plan, layers = make_plan(own, layout, order=order, micro_batches=micro_batches)
+            plan, layers = make_plan(own, layout, **{"order": order, "micro_batches": 4, **choices})
             engine = Engine(plan, rank, transport, transport)
             engine.place(own, layers)
             engine.connect(own, layers, torch.device("cpu"))
@@ -163,16 +164,20 @@ def plain_step(model: nn.Module, batches: Batches, loss_of: Loss | None = None) 
 
 
 def labels(ids_BS: Tensor) -> int:
-    """Labels of a micro-batch; none where there is one position only."""
-    return int(ids_BS[:, 1:].numel())
+    """Labels of a micro-batch; none where there is one position only. A Loss may read ~i for an i that is no label."""
+    return int((ids_BS[:, 1:] >= 0).sum())
 
 
-def worst_difference(got: Gradients, want: Gradients) -> float:
-    """Largest |got - want| relative to the largest |want| of that parameter; infinite for a missing or NaN one."""
+def worst_difference(got: Gradients, want: Gradients, noise: float = 0.0) -> float:
+    """Largest |got - want| relative to the largest |want| of that parameter; infinite for a missing or NaN one.
+
+    Gradients smaller than the part `noise` of the largest one of the model may be rounding: they count as that part.
+    """
     if got.keys() != want.keys():
         return float("inf")
+    floor = max(1e-30, noise * max(float(grad.abs().max()) for grad in want.values()))
     worst = 0.0
     for name in want:
-        error = (got[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-30)
+        error = (got[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(floor)
         worst = max(worst, error.nan_to_num(float("inf")).item())
     return worst

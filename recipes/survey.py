@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from lightning_afd.errors import AFDError
 from lightning_afd.model.port import suspended_layers
 from lightning_afd.placement import Layout
-from lightning_afd.recipes.local_job import Batches, Gradients, LocalJob, Outcome, plain_step
+from lightning_afd.recipes.local_job import Batches, Gradients, LocalJob, plain_step
 from lightning_afd.recipes.tiny_models import build, moe_models
 
 TOLERANCE = {torch.float64: 5e-6, torch.float32: 1e-4}
@@ -89,7 +89,7 @@ def examine(model_type: str, layout: Layout) -> Finding:
     except Exception as error:
         return Finding(model=model_type, verdict="different", reason=_one_line(error))
     dtype = next(model.parameters()).dtype
-    worst = difference(outcome, loss, gradients)
+    worst = outcome.difference(loss, gradients, _NOISE)
     verdict = "suspended" if suspended_layers(job.models[0]) else "equal"
     return Finding(
         model=model_type,
@@ -98,19 +98,6 @@ def examine(model_type: str, layout: Layout) -> Finding:
         dtype=str(dtype).removeprefix("torch."),
         difference=worst,
     )
-
-
-def difference(outcome: Outcome, loss: float, gradients: Gradients) -> float:
-    """Largest relative difference from the whole model; infinite where other parameters have gradients."""
-    floor = _NOISE * max(float(gradient.abs().max()) for gradient in gradients.values())
-    worst = abs(outcome.loss - loss) / abs(loss)
-    for mine in outcome.replicas:
-        if mine.keys() != gradients.keys():
-            return float("inf")
-        for name, want in gradients.items():
-            error = (mine[name] - want).abs().max() / want.abs().max().clamp_min(floor)
-            worst = max(worst, error.nan_to_num(float("inf")).item())
-    return worst
 
 
 def language_loss(model: nn.Module, ids_BS: Tensor) -> Tensor:

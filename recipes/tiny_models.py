@@ -89,6 +89,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "text_config.rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [1, 1, 2]}
     },
     "hy_v4_vl": {"text_config.rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "muse_spark": {"projector_hidden_size": 32, "audio_config.hidden_sizes": [8, 8, 8, 8]},
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
 }
 """Settings of single models, by model type; dots go into nested configurations."""

@@ -34,6 +34,8 @@ class Run:
     """Where a module is trained: a layout such as "2A+2F", or "ref" for Lightning's own strategy in one process."""
 
     layout: str = "2A+2F"
+    """Ranks of each of the groups."""
+    groups: int = 1
     micro_batches: int = 2
     precision: str = "32-true"
 
@@ -47,15 +49,15 @@ class Run:
     @property
     def world(self) -> int:
         """Processes that the layout needs."""
-        return 1 if self.layout == "ref" else sum(self.sizes)
+        return 1 if self.layout == "ref" else self.groups * sum(self.sizes)
 
     def trainer(self, strategy: Mapping[str, Any] | None = None, **options: Any) -> pl.Trainer:
         """A quiet CPU Trainer; `strategy` holds further options of AFDStrategy."""
         options = {**QUIET, "accelerator": "cpu", "devices": self.world, "precision": self.precision, **options}
         if self.layout != "ref":
             attention, ffn = self.sizes
-            own = {"attention": attention, "ffn": ffn, "micro_batches": self.micro_batches, **(strategy or {})}
-            options |= {"strategy": AFDStrategy(**own), "plugins": [LightningEnvironment()]}
+            own = {"attention": attention, "ffn": ffn, "groups": self.groups, "micro_batches": self.micro_batches}
+            options |= {"strategy": AFDStrategy(**{**own, **(strategy or {})}), "plugins": [LightningEnvironment()]}
         return pl.Trainer(**options)
 
 
@@ -172,20 +174,8 @@ def tiny_module(steps: int = 1, rows: int = 8, val_steps: int = 0, **sizes: Any)
     return Model(tiny(**sizes), [tokens(rows, seed=seed) for seed in range(steps)], val, aux=1.0)
 
 
-def owned(module: nn.Module) -> State:
-    """Copies of the parameters that this rank holds."""
-    return {name: p.detach().clone() for name, p in module.named_parameters() if p.device.type != "meta"}
-
-
 def worst(ours: State, reference: State) -> tuple[float, str]:
     """The largest difference of any parameter, relative to that parameter's largest value, and its name."""
     assert ours.keys() == reference.keys()
     ratios = {name: (ours[name] - ref).abs().max() / ref.abs().max() for name, ref in reference.items()}
     return max((float(ratio), name) for name, ratio in ratios.items())
-
-
-def joined(ranks: Sequence[State]) -> State:
-    """Parameters of all ranks under their global names: dense ones from rank 0, experts from all F ranks in order."""
-    dense = ranks[0]
-    experts = [rank for rank in ranks if rank.keys() != dense.keys()]
-    return {**dense, **{name: torch.cat([rank[name] for rank in experts]) for name in (experts[0] if experts else {})}}

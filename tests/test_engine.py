@@ -116,15 +116,15 @@ def to_experts_0_and_1(_router: nn.Module, _args: Any, output: tuple[Tensor, ...
     return logits_TE, w_TK, torch.arange(2).expand_as(idx_TK)
 
 
-@pytest.mark.parametrize(("attention", "ffn"), [(1, 2), (2, 4)])
-def test_idle_ffn_rank_has_zero_gradients(attention: int, ffn: int) -> None:
+@pytest.mark.parametrize(("attention", "ffn", "groups"), [(1, 2, 1), (2, 4, 1), (1, 2, 2)])
+def test_idle_ffn_rank_has_zero_gradients(attention: int, ffn: int, groups: int) -> None:
     model, batches = model_of(), make_batches(attention, 2)
     for router in (module for module in model.modules() if isinstance(module, TinyRouter)):
         router.register_forward_hook(to_experts_0_and_1)
-    job = LocalJob(model, Layout(attention=attention, ffn=ffn))
+    job = LocalJob(model, Layout(attention=attention, ffn=ffn, groups=groups))
     assert job.step(batches).difference(*plain_step(model, batches)) < TOLERANCE
     idle = [p.grad for p in job.models[-1].parameters() if p.device.type != "meta"]
-    assert len(idle) == 4 and all(grad is not None and not grad.any() for grad in idle)
+    assert len(idle) == 4 // groups and all(grad is not None and not grad.any() for grad in idle)
     received = [engine._role.received_rows for engine in job.engines if not engine.is_attention]
     assert received[0] > 0 and received[-1] == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.port import Port
 from lightning_afd.model.recompute import recomputed
 from lightning_afd.placement import Layout
-from lightning_afd.recipes import local_job
-
-
-def job_with(monkeypatch: pytest.MonkeyPatch, model: nn.Module, layout: Layout, **choices: Any) -> LocalJob:
-    monkeypatch.setattr(local_job, "make_plan", partial(local_job.make_plan, **choices))
-    return LocalJob(model, layout)
 
 
 def model_of() -> TinyMoE:
@@ -31,13 +24,11 @@ def model_of() -> TinyMoE:
 @pytest.mark.parametrize("recompute", ["none", "attention", "full"])
 @pytest.mark.parametrize("recompute_experts", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_recompute_gives_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch, recompute: str, recompute_experts: bool, groups: int
-) -> None:
+def test_recompute_gives_the_same_gradients(recompute: str, recompute_experts: bool, groups: int) -> None:
     model, batches = model_of(), make_batches(2, 3)
     want = plain_step(model, batches)
     layout = Layout(attention=2, ffn=2, groups=groups)
-    job = job_with(monkeypatch, model, layout, recompute=recompute, recompute_experts=recompute_experts)
+    job = LocalJob(model, layout, recompute=recompute, recompute_experts=recompute_experts)
     for _ in range(2):
         assert job.step(batches).difference(*want) < 1e-12
 
@@ -54,7 +45,7 @@ def test_only_a_full_recompute_runs_the_ports_again(
         return run(self, *args)
 
     model = tiny(layers=2, shared_expert=True).double()  # shared experts come behind the port: it is reached again
-    job = job_with(monkeypatch, model, Layout(attention=1, ffn=1), recompute=recompute)
+    job = LocalJob(model, Layout(attention=1, ffn=1), recompute=recompute)
     batches = make_batches(1, 2)
     job.step(batches)
     monkeypatch.setattr(Port, "_run", counting)
@@ -78,7 +69,7 @@ def test_experts_keep_only_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ExpertShard, "forward", watching)
     for recompute_experts in (False, True):
         kept.clear()
-        job = job_with(monkeypatch, tiny(layers=2), Layout(attention=1, ffn=1), recompute_experts=recompute_experts)
+        job = LocalJob(tiny(layers=2), Layout(attention=1, ffn=1), recompute_experts=recompute_experts)
         job.step(make_batches(1, 1))
         assert kept == [not recompute_experts] * 2
 
@@ -98,9 +89,7 @@ def test_what_top_k_chose_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("shared_expert", [False, True])
-def test_another_choice_in_the_recompute_is_harmless_or_an_error(
-    monkeypatch: pytest.MonkeyPatch, shared_expert: bool
-) -> None:
+def test_another_choice_in_the_recompute_is_harmless_or_an_error(shared_expert: bool) -> None:
     """Case D11: a hook behind the router moves token 0 to another expert when it sees an input for the second time.
 
     What was dispatched in the forward counts; where the recompute reaches the experts, the difference is noticed.
@@ -117,7 +106,7 @@ def test_another_choice_in_the_recompute_is_harmless_or_an_error(
 
     model, batches = tiny(layers=2, shared_expert=shared_expert).double(), make_batches(1, 1)
     want = plain_step(model, batches)
-    job = job_with(monkeypatch, model, Layout(attention=1, ffn=1), recompute="full")
+    job = LocalJob(model, Layout(attention=1, ffn=1), recompute="full")
     for router in (module for module in job.models[0].modules() if isinstance(module, TinyRouter)):
         router.register_forward_hook(moves)
     if shared_expert:

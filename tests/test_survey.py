@@ -13,7 +13,7 @@ from lightning_afd.model.experts import ExpertShard
 from lightning_afd.placement import Layout
 from lightning_afd.recipes import survey
 from lightning_afd.recipes.survey import SHORT, Finding, examine, summary, table
-from lightning_afd.recipes.tiny_models import LAYERS, moe_models, tiny_config
+from lightning_afd.recipes.tiny_models import EXTRAS, LAYERS, moe_models, tiny_config
 
 ONE_GROUP, TWO_GROUPS = Layout(attention=2, ffn=2), Layout(attention=1, ffn=2, groups=2)
 EXPECTED = {
@@ -44,14 +44,24 @@ def test_short_survey(model: str) -> None:
     assert bool(finding.reason) == (finding.verdict == "refused")
 
 
-@pytest.mark.parametrize(
-    ("model", "verdict"),
-    [("qwen3_moe", "equal"), ("gpt_oss", "equal"), ("deepseek_v3", "equal"), ("zaya", "refused"), ("afmoe", "refused")],
-)
-def test_two_groups(model: str, verdict: str) -> None:
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss", "deepseek_v3", "cohere2_moe"])
+def test_two_groups(model: str) -> None:
     finding = examine(model, TWO_GROUPS)
-    assert finding.verdict == verdict, str(finding)
-    assert verdict == "equal" or "groups=1" in finding.reason
+    assert finding.verdict == "equal", str(finding)
+
+
+@pytest.mark.parametrize("model", ["zaya", "afmoe", "deepseek_v4", "flex_olmo"])
+def test_what_is_suspended_needs_one_group(model: str) -> None:
+    finding = examine(model, TWO_GROUPS)
+    assert finding.verdict == "refused", str(finding)
+    assert finding.reason.startswith("model.layers.") and "groups=1" in finding.reason and ". " not in finding.reason
+
+
+def test_an_average_with_shared_experts_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cohere2_moe has no shared experts by default; with them its layers are not rest + experts."""
+    monkeypatch.setitem(EXTRAS, "cohere2_moe", {"num_shared_experts": 1})
+    assert examine("cohere2_moe", ONE_GROUP).verdict == "suspended"
+    assert "is not additive" in examine("cohere2_moe", TWO_GROUPS).reason
 
 
 def test_survey_sees_lost_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

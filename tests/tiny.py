@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class TinyConfig:
-    """Sizes of a TinyMoE; `aux` is the coefficient of the auxiliary loss, `dense_first` counts dense layers."""
+    """Sizes of a TinyMoE; `aux` is the coefficient of the auxiliary loss, `dense` and the first `dense_first` layers
+    have no routed experts.
+    """
 
     vocab: int = 32
     hidden: int = 16
@@ -25,6 +27,7 @@ class TinyConfig:
     heads: int = 2
     shared_expert: bool = False
     dense_first: int = 0
+    dense: tuple[int, ...] = ()
     aux: float = 0.0
     dropout: float = 0.0
     tied: bool = False
@@ -133,7 +136,8 @@ class TinyLayer(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.hidden), nn.LayerNorm(config.hidden)
         self.attention = TinyAttention(config)
-        self.mlp = TinyMLP(config) if index < config.dense_first else TinyBlock(config)
+        dense = index < config.dense_first or index in config.dense
+        self.mlp = TinyMLP(config) if dense else TinyBlock(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h_BSH: Tensor) -> Tensor:

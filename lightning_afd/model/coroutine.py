@@ -52,7 +52,8 @@ class Coroutine:
     """One micro-batch of the user's step.
 
     `around` makes the context (autocast, grad mode) that is entered at each resume and left at each suspension. With a
-    `seed` the coroutine has random numbers of its own, the same in any order of micro-batches and on all A groups.
+    `seed` the coroutine has random numbers of its own, which start anew behind each MoE layer: they are the same in any
+    order of micro-batches, on all A groups, and for any number of groups.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Coroutine:
         self._greenlet = greenlet(step)
         self._greenlet.gr_context = contextvars.copy_context()
         self._outside: tuple[object, ...] = ()
+        self._seed = seed
         self._random = None if seed is None else _random_state_of(seed)
         self.segment = Segment(layer=0)
         self.routing: tuple[Any, ...] | None = None
@@ -118,6 +120,11 @@ class Coroutine:
         if self._greenlet and not self._greenlet.dead:
             self._greenlet.parent = getcurrent()
             self._greenlet.throw(GreenletExit)
+
+    def reseed(self, segment: int) -> None:
+        """Called inside the coroutine at the start of a segment: what ran before it here decides nothing."""
+        if self._seed is not None:
+            _set_random_state(_random_state_of(self._seed + segment))
 
     def swap_random_state(self) -> None:
         """Exchange the thread's random state with the coroutine's own."""

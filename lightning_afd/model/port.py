@@ -58,7 +58,8 @@ class Cut:
         """Behind MoE layer `layer`: wait for the next segment's input where this group owns it, else go on."""
         coroutine = self.host.require(name)
         if layer + 1 in self.segments or layer == self.segments[-1]:
-            return coroutine.suspend(name, hidden.shape)
+            hidden = coroutine.suspend(name, hidden.shape)
+        coroutine.reseed(layer + 1)
         return hidden
 
 
@@ -148,6 +149,7 @@ class Boundary:
             h = segment.base.detach()
             h = h.requires_grad_() if torch.is_grad_enabled() else h
             coroutine.segment = Segment(layer=segment.layer + 1, h=h)
+            coroutine.reseed(segment.layer + 1)
         else:
             h = self._cut.leave(self._layer.index, self._layer.name, segment.base)
         return (h, *out[1:]) if isinstance(out, tuple) else h

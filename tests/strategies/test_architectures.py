@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from fits import Batch, Model, Run, State, chunks, joined, tokens, valid, worst
+from cases import join
+from fits import Batch, Model, Run, State, chunks, tokens, valid, worst
 from pool import RankPool
 from tiny import HF, tiny_hf
 from torch import Tensor
 
 AUX = {"qwen3_moe": 0.01, "mixtral": 0.02, "olmoe": 0.01, "gpt_oss": 0.02}
-LAYOUTS = ("1A+1F", "2A+2F", "1A+2F")
+LAYOUTS = (("1A+1F", 1), ("2A+2F", 1), ("1A+2F", 1), ("1A+1F", 2))
 Outcome = tuple[float, State]
 
 
@@ -53,7 +54,7 @@ def distributed(pool: RankPool, names: list[str], run: Run, *more: Any) -> dict[
     for name in names:
         losses = {rank[name][0] for rank in ranks}
         assert len(losses) == 1, f"{name}: ranks log different losses {losses}"
-        results[name] = losses.pop(), joined([rank[name][1] for rank in ranks])
+        results[name] = losses.pop(), join([rank[name][1] for rank in ranks])
     return results
 
 
@@ -69,9 +70,9 @@ def plain(name: str, run: Run, kind: type[Model] = Model) -> tuple[float, State]
     return loss, {key: p.grad for key, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_every_gradient_equal_the_plain_loop(pool: RankPool, layout: str) -> None:
-    run = Run(layout=layout, precision="64-true")
+@pytest.mark.parametrize(("layout", "groups"), LAYOUTS)
+def test_loss_and_every_gradient_equal_the_plain_loop(pool: RankPool, layout: str, groups: int) -> None:
+    run = Run(layout=layout, groups=groups, precision="64-true")
     for name, (loss, grads) in distributed(pool, list(HF), run).items():
         loss_ref, grads_ref = plain(name, run)
         assert loss == pytest.approx(loss_ref, rel=1e-9), name

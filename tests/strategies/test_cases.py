@@ -68,30 +68,39 @@ class ClipLM(LM):
     poke = True
 
 
-def clip_step() -> tuple[float | None, float]:
-    """Reported norm and the movement of the first element of the first expert tensor."""
+def clip_step(layout: Layout) -> tuple[float | None, float]:
+    """Reported norm and the movement of the first element of the rank's first expert tensor."""
     module = ClipLM([batch(4, 8)]).double()
     before = weights(module)
-    trainer = fit_apart(module, 2, 2, gradient_clip_val=1.0)
-    name = next(name for name in before if ".experts." in name)
-    after = weights(module).get(name)
-    moved = 0.0 if after is None else _part(before[name], after, Layout(attention=2, ffn=2)).abs().max().item()
-    return trainer.strategy.grad_norm, moved
+    trainer = fit_apart(module, layout.attention, layout.ffn, p=layout.groups, gradient_clip_val=1.0)
+    experts = [name for name in weights(module) if ".experts." in name]
+    moved = [_part(before[name], weights(module)[name], layout).abs().max().item() for name in experts[:1]]
+    return trainer.strategy.grad_norm, sum(moved)
 
 
-def clipped_steps() -> dict[str, Tensor]:
-    module = ClipLM([batch(4, 8, seed) for seed in range(3)]).double()
-    module.poke = False
-    fit_apart(module, 2, 2, gradient_clip_val=1.0)
+def clipped_steps(layout: Layout) -> dict[str, Tensor]:
+    module = clipped_module()
+    fit_apart(module, layout.attention, layout.ffn, p=layout.groups, gradient_clip_val=1.0)
     return weights(module)
 
 
-def test_d2_one_clip_norm_over_split_ownership(pool: RankPool) -> None:
-    results = pool.run(clip_step, 4)
+def clipped_module() -> LM:
+    module = ClipLM([batch(4, 8, seed) for seed in range(3)]).double()
+    module.poke = False
+    return module
+
+
+@pytest.mark.parametrize("layout", [Layout(attention=2, ffn=2), Layout(attention=1, ffn=1, groups=2)])
+def test_d2_one_clip_norm_over_split_ownership(pool: RankPool, layout: Layout) -> None:
+    results = pool.run(clip_step, 4, layout)
     assert [norm for norm, _ in results] == pytest.approx([math.sqrt(120.0)] * 4, abs=1e-9)
     assert [moved for _, moved in results] == pytest.approx([0.0, 0.0, 0.0408248, 0.0912871], abs=1e-6)
-    parts = pool.run(clipped_steps, 4)
-    assert parts[0].keys() == parts[1].keys() and all(torch.equal(parts[0][key], parts[1][key]) for key in parts[0])
+    parts = pool.run(clipped_steps, 4, layout)
+    if layout.attention > 1:
+        assert parts[0].keys() == parts[1].keys() and all(torch.equal(parts[0][key], parts[1][key]) for key in parts[0])
+    reference = clipped_module()
+    fit_alone(reference, gradient_clip_val=1.0)
+    assert largest_difference(join(parts), weights(reference)) < 1e-7
 
 
 def masked_batch() -> dict[str, Tensor]:
@@ -206,24 +215,26 @@ def test_d4_padding_changes_nothing_and_the_chunks_do(pool: RankPool) -> None:
     assert largest_difference(whole, plain) > 1e-2
 
 
-def idle_steps(poison: bool) -> dict[str, Tensor]:
+def idle_steps(layout: Layout) -> dict[str, Tensor]:
     """5 AdamW steps in which every token goes to experts 0 and 1; fresh memory is poisoned with NaN."""
-    torch.use_deterministic_algorithms(poison)
+    torch.use_deterministic_algorithms(True)
     module = LM([batch(4, 8, seed) for seed in range(5)], opt="adamw", experts=(0, 1)).double()
-    fit_apart(module, 1, 2, R=2)
+    fit_apart(module, layout.attention, layout.ffn, p=layout.groups, R=2)
     return weights(module)
 
 
-def test_d5_idle_f_rank(pool: RankPool) -> None:
+@pytest.mark.parametrize("layout", [Layout(attention=1, ffn=2), Layout(attention=1, ffn=1, groups=2)])
+def test_d5_idle_experts(pool: RankPool, layout: Layout) -> None:
+    """The second F rank of the first layout has no token at all."""
     reference = LM([batch(4, 8, seed) for seed in range(5)], opt="adamw", experts=(0, 1)).double()
     before = weights(reference)
     fit_alone(reference)
-    got = join(pool.run(idle_steps, 3, True))
+    got = join(pool.run(idle_steps, layout.world, layout))
     assert all(value.isfinite().all() for value in got.values())
     assert largest_difference(got, weights(reference)) < 1e-7
-    name = next(name for name in before if name.endswith("experts.down_proj"))
-    ratio = got[name][2:] / before[name][2:]
-    assert torch.allclose(ratio, torch.full_like(ratio, 0.999**5), atol=1e-9)
+    for name in (name for name in before if name.endswith("experts.down_proj")):
+        ratio = got[name][2:] / before[name][2:]
+        assert torch.allclose(ratio, torch.full_like(ratio, 0.999**5), atol=1e-9)
 
 
 RAGGED = [(4, 5), (4, 9), (3, 3), (1, 7)]

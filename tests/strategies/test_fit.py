@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,8 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Model, Run, State, joined, owned, tiny_module, worst
+from cases import join, weights
+from fits import Model, Run, State, tiny_module, worst
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from pool import RankPool
 
@@ -89,14 +91,16 @@ def fit(kind: type[Model], run: Run, folder: Path, unweighted: bool, options: di
     }
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return Result(
-        owned(module), metrics, watch.rates, counts, Path(best.best_model_path).stem, watch.losses, watch.norms
+        weights(module), metrics, watch.rates, counts, Path(best.best_model_path).stem, watch.losses, watch.norms
     )
 
 
-def compare(pool: RankPool, kind: type[Model], folder: Path, **options: Any) -> Result:
-    """Run on one device and on 2A+2F, and compare everything; returns the result of one device."""
+TWO_REPLICAS, TWO_GROUPS = Run(layout="2A+2F"), Run(layout="1A+1F", groups=2)
+
+
+def compare(pool: RankPool, kind: type[Model], folder: Path, run: Run = TWO_REPLICAS, **options: Any) -> Result:
+    """Run on one device and on 4 ranks, and compare everything; returns the result of one device."""
     options = {**ACCUMULATED, "max_epochs": 5, **options}
-    run = Run(layout="2A+2F")
     reference: Result = pool.run(fit, 1, kind, Run(layout="ref"), folder, False, options)[0]
     ranks: list[Result] = pool.run(fit, run.world, kind, run, folder, False, options)
     for rank in ranks:
@@ -107,13 +111,15 @@ def compare(pool: RankPool, kind: type[Model], folder: Path, **options: Any) -> 
         assert rank.metrics == ranks[0].metrics
         assert rank.norms == ranks[0].norms and max(rank.norms) > 2 * options["gradient_clip_val"]
         assert rank.losses == pytest.approx(reference.losses, rel=1e-5)
-    assert worst(joined([rank.weights for rank in ranks]), reference.weights)[0] <= 1e-5
-    assert all(torch.equal(ranks[0].weights[name], ranks[1].weights[name]) for name in ranks[0].weights)
+    assert worst(join([rank.weights for rank in ranks]), reference.weights)[0] <= 1e-5
+    for replica in ranks[1 : run.sizes[0]]:
+        assert all(torch.equal(ranks[0].weights[name], replica.weights[name]) for name in ranks[0].weights)
     return reference
 
 
-def test_warm_up_accumulation_clipping_validation_and_checkpoints(pool: RankPool, tmp_path: Path) -> None:
-    reference = compare(pool, WarmUp, tmp_path)
+@pytest.mark.parametrize("run", [TWO_REPLICAS, TWO_GROUPS])
+def test_warm_up_accumulation_clipping_validation_and_checkpoints(pool: RankPool, tmp_path: Path, run: Run) -> None:
+    reference = compare(pool, WarmUp, tmp_path, run)
     assert reference.counts == {"step": 20, "epoch": 5, "stopped": 0, "files": 3}
     assert reference.rates[-1] == 3e-3 > reference.rates[0]
     assert {"train_loss", "val_loss"} <= reference.metrics.keys()
@@ -127,7 +133,20 @@ def test_rate_and_end_that_depend_on_the_validation_loss(pool: RankPool, tmp_pat
 
 def test_unweighted_micro_batches_are_noticed(pool: RankPool, tmp_path: Path) -> None:
     options = {**ACCUMULATED, "max_epochs": 1}
-    run = Run(layout="2A+2F")
     reference = pool.run(fit, 1, WarmUp, Run(layout="ref"), tmp_path, False, options)[0]
-    ranks = pool.run(fit, run.world, WarmUp, run, tmp_path, True, options)
-    assert worst(joined([rank.weights for rank in ranks]), reference.weights)[0] > 1e-4
+    ranks = pool.run(fit, TWO_REPLICAS.world, WarmUp, TWO_REPLICAS, tmp_path, True, options)
+    assert worst(join([rank.weights for rank in ranks]), reference.weights)[0] > 1e-4
+
+
+def fit_one_layer(run: Run) -> State:
+    """Two clipped AdamW steps of a model with one MoE layer."""
+    module = tiny_module(steps=2, layers=1)
+    module.optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+    run.trainer(gradient_clip_val=0.2).fit(module)
+    return weights(module)
+
+
+def test_a_group_may_have_no_layer(pool: RankPool) -> None:
+    ranks = pool.run(fit_one_layer, TWO_GROUPS.world, TWO_GROUPS)
+    assert [bool(rank) for rank in ranks] == [True, False, True, False]
+    assert worst(join(ranks), pool.run(fit_one_layer, 1, Run(layout="ref"))[0])[0] <= 1e-5

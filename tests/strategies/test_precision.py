@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fits import Batch, Model, Run, joined, tiny_module, tokens
+from cases import join
+from fits import Batch, Model, Run, tiny_module, tokens
 from pool import RankPool
 from tiny import tiny_hf
 from torch import Tensor
@@ -71,7 +72,7 @@ def test_losses_and_dtypes(pool: RankPool, precision: str) -> None:
     ranks = pool.run(fit, run.world, run)
     for number, reference in enumerate(references):
         results = [rank[number] for rank in ranks]
-        gradients = joined([result.gradients for result in results])
+        gradients = join([result.gradients for result in results])
         for result in results[:2]:
             assert result.losses == pytest.approx(reference.losses, rel=TOLERANCE[precision])
             assert result.seen == reference.seen

@@ -8,12 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Batch, Model, Run, State, joined, owned, tiny_module, worst
+from cases import join, weights
+from fits import Batch, Model, Run, State, tiny_module, worst
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import RankPool
 from torch import Tensor
 
 SAVED = 3
+TWO_GROUPS = Run(layout="1A+1F", groups=2)
 
 
 @dataclass
@@ -86,7 +88,7 @@ def run_to_the_end(run: Run, saver: Saver, seed: int, start: Path | None) -> Tai
     trainer.fit(module, ckpt_path=start)
     moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
     masks = module.masks[-3 * run.micro_batches :]  # of the last 3 steps
-    return Tail(owned(module), moments, saver.rates, saver.losses, masks, trainer.global_step)
+    return Tail(weights(module), moments, saver.rates, saver.losses, masks, trainer.global_step)
 
 
 def save_and_resume(run: Run, path: Path) -> tuple[Tail, Tail]:
@@ -101,16 +103,37 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return path, pool.run(save_and_resume, 4, Run(), path)
 
 
+def assert_same_tail(through: Tail, resumed: Tail) -> None:
+    """Three steps behind the checkpoint, bit for bit."""
+    assert through.steps == resumed.steps == 6
+    assert len(through.losses) == 3
+    assert (resumed.losses, resumed.rates) == (through.losses, through.rates)
+    assert resumed.weights.keys() == through.weights.keys()
+    assert all(torch.equal(resumed.weights[name], value) for name, value in through.weights.items())
+    for ours, theirs in ((resumed.moments, through.moments), (resumed.masks, through.masks)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_resume_in_the_middle_of_an_epoch_is_bit_exact(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
     _, ranks = saved
     for rank, (through, resumed) in enumerate(ranks):
-        assert through.steps == resumed.steps == 6
-        assert len(through.losses) == 3
-        assert (resumed.losses, resumed.rates) == (through.losses, through.rates)
-        assert all(torch.equal(resumed.weights[name], value) for name, value in through.weights.items())
-        assert all(torch.equal(a, b) for a, b in zip(resumed.moments, through.moments, strict=True))
+        assert_same_tail(through, resumed)
         assert len(through.masks) == (6 if rank < 2 else 0)
-        assert all(torch.equal(a, b) for a, b in zip(resumed.masks, through.masks, strict=True))
+
+
+def test_resume_with_two_groups_is_bit_exact(pool: RankPool, tmp_path: Path) -> None:
+    """Layers 0 and 2, embedding and head on A group 0, layer 1 on A group 1; each has its experts on its F group."""
+    path = tmp_path / "middle.ckpt"
+    ranks = pool.run(save_and_resume, 4, TWO_GROUPS, path)
+    for through, resumed in ranks:
+        assert_same_tail(through, resumed)
+    assert [len(through.masks) for through, _ in ranks] == [6, 0, 0, 0]
+    one_group = pool.run(run_to_the_end, 2, Run(layout="1A+1F"), Saver(None), 0, None)
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0].masks, one_group[0].masks, strict=True))
+    assert ranks[0][0].losses == pytest.approx(one_group[0].losses, rel=1e-5)
+    held = [set(torch.load(path / f"rank-{rank}.ckpt", weights_only=True)["state_dict"]) for rank in range(4)]
+    assert held == [set(through.weights) for through, _ in ranks]
+    assert sum(map(len, held)) == len(set().union(*held)) == len(dict(resumable().named_parameters()))
 
 
 def test_dropout_differs_between_replicas(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
@@ -188,20 +211,22 @@ def several_runs(run: Run) -> tuple[State, list[dict[str, float]], list[Tensor |
     predictions = trainer.predict(module) or []
     run.trainer(**options).fit(module)
     metrics += run.trainer(**options).test(module, verbose=False)
-    return owned(module), metrics, list(predictions)
+    return weights(module), metrics, list(predictions)
 
 
-def test_one_module_in_several_runs(pool: RankPool) -> None:
+@pytest.mark.parametrize("run", [Run(), TWO_GROUPS])
+def test_one_module_in_several_runs(pool: RankPool, run: Run) -> None:
     reference, expected, predicted = pool.run(several_runs, 1, Run(layout="ref"))[0]
-    ranks = pool.run(several_runs, 4, Run())
+    ranks = pool.run(several_runs, 4, run)
     for _, metrics, _ in ranks:
         assert len(metrics) == len(expected) == 4
         for ours, theirs in zip(metrics, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
-    assert worst(joined([rank[0] for rank in ranks]), reference)[0] <= 1e-5
+    assert worst(join([rank[0] for rank in ranks]), reference)[0] <= 1e-5
+    replicas = run.sizes[0]
     for number, whole in enumerate(predicted):
-        for replica in (0, 1):
-            assert torch.equal(ranks[replica][2][number], whole[replica::2])
+        for replica in range(replicas):
+            assert torch.equal(ranks[replica][2][number], whole[replica::replicas])
 
 
 def change_the_layout() -> None:
