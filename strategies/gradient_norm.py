@@ -54,7 +54,8 @@ class GradientNorm:
 
     def _clip_by_value(self, original: Any, optimizer: Optimizer, clip_val: float) -> None:
         self._check_once()
-        original(optimizer, clip_val)
+        if any(parameter.grad is not None for parameter in self._parameters):  # torch refuses to clip nothing
+            original(optimizer, clip_val)
 
     def _check_once(self) -> None:
         if not self._measured and active_scaler(self._precision) is None:
