@@ -35,6 +35,8 @@ class Case:
     ce: float = 1.0
     """Factor of the loss."""
     trainer: tuple[tuple[str, Any], ...] = ()
+    fused: bool = False
+    """Whether the optimizer unscales gradients and leaves steps out by itself."""
     broken: str = ""
     """What is taken away, for negative controls: "seed" or "verdict"."""
 
@@ -86,7 +88,7 @@ class Scaled(LM):
                     p.grad.view(-1)[0] = float("inf")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=self.case.fused)
         optimizer.register_step_pre_hook(self._keep)
         return optimizer
 
@@ -144,7 +146,7 @@ def plain_loop(case: Case, replicas: int, parts: int) -> Result:
 
 def compare(pool: RankPool, case: Case, tolerance: float = 1e-2) -> tuple[list[Result], Result]:
     """Run on a layout and on one device; scales and steps are equal, numbers as far as float16 goes."""
-    options = {key: getattr(case, key) for key in ("poison", "init_scale", "ce", "trainer")}
+    options = {key: getattr(case, key) for key in ("poison", "init_scale", "ce", "trainer", "fused")}
     reference = pool.run(fit, 1, Case(attention=0, ffn=0, **options))[0]
     ranks = pool.run(fit, case.world, case)
     assert_equal(ranks, reference, tolerance)
@@ -173,6 +175,11 @@ def test_one_overflow_is_everybodys(pool: RankPool, where: str) -> None:
     _, reference = compare(pool, OVERFLOWS[where])
     assert reference.scales == [4096.0, 4096.0, 2048.0, 2048.0, 2048.0, 4096.0]
     assert reference.stepped == 5
+
+
+def test_optimizers_that_unscale_by_themselves_hear_the_verdict_too(pool: RankPool) -> None:
+    _, reference = compare(pool, replace(OVERFLOWS["one F rank"], fused=True))
+    assert reference.scales == [4096.0, 4096.0, 2048.0, 2048.0, 2048.0, 4096.0]
 
 
 def test_without_the_exchange_ranks_go_apart(pool: RankPool) -> None:
