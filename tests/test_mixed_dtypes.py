@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_job import Batches, LocalJob, make_batches, micro_batch_loss, plain_step
+from local_job import Batches, LocalJob, make_batches, micro_batch_loss, plain_step, worst_difference
 from tiny import tiny_hf
 from torch import Tensor, nn
 
@@ -58,10 +58,12 @@ MIXES = {
 class MixedJob(LocalJob):
     """A job whose steps run in the context of a Mix."""
 
-    around: Callable[[], AbstractContextManager[Any]]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss_scale = 1.0
 
     def _user_step(self, rank: int, ids_BS: Tensor, weight: float) -> UserStep:
-        return replace(super()._user_step(rank, ids_BS, weight), around=self.around)
+        step = super()._user_step(rank, ids_BS, weight)
+        return replace(step, around=self.around, loss_scale=self.loss_scale)
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -146,3 +148,20 @@ def test_weights_travel_in_float32_beside_tokens_in_less(name: str, mix: str, mo
     monkeypatch.setattr(ExpertShard, "forward", spy)
     runs(name, MIXES[mix], 2)
     assert seen == {(torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_scaled_loss_scales_every_gradient_until_it_overflows(groups: int) -> None:
+    """A loss in float16 cannot hold a large scale: that is the scaler's to see, not an error."""
+    model, batches = tiny_hf("qwen3_moe", num_hidden_layers=2), make_batches(1, 2)
+    loss, grads = plain_step(model, batches)
+    job = MixedJob(
+        model, Layout(attention=1, ffn=1, groups=groups), loss=lambda m, ids: micro_batch_loss(m, ids).half()
+    )
+    job.loss_scale = 2.0**4
+    outcome = job.step(batches)
+    assert outcome.loss == pytest.approx(loss, rel=1e-3)
+    scaled = {name: gradient / 2**4 for name, gradient in outcome.replicas[0].items()}
+    assert worst_difference(scaled, grads) < 1e-2
+    job.loss_scale = 2.0**20
+    assert not any(gradient.isfinite().all() for gradient in job.step(batches).replicas[0].values())
