@@ -53,11 +53,19 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: float, max_norm: floa
 
 
 def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Sum of squares per parameter (float64); 0 where there is no gradient."""
+    """Sum of squares per parameter (float64, on the host after one transfer); 0 where there is no gradient.
+
+    Norms are float32 at least: one of half precision would overflow at 65504.
+    """
     squares = torch.zeros(max(1, len(parameters)), dtype=torch.float64)
-    with_grad = [(number, p.grad) for number, p in enumerate(parameters) if p.grad is not None]
-    if with_grad:
-        norms = torch._foreach_norm([grad for _, grad in with_grad])
-        values = torch.stack([norm.to(torch.float64) for norm in norms]).cpu().square()
-        squares[[number for number, _ in with_grad]] = values
+    numbers = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
+    grads = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if grads:
+        double = any(grad.dtype == torch.float64 for grad in grads)
+        norms = torch._foreach_norm(grads, 2, dtype=torch.float64 if double else torch.float32)
+        squares[numbers] = torch.stack(norms).to(torch.float64).square().cpu()
     return squares
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad

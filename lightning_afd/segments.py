@@ -32,6 +32,8 @@ class UserStep:
     """Context of the step (autocast), entered at each resume."""
     weight: float = 0.0
     """Weight of this micro-batch's loss in the loss of the global batch; 0 for masked micro-batches."""
+    loss_scale: float = 1.0
+    """Factor of this loss in backward, so that small gradients survive half precision."""
     loss_of: Callable[[Any], Tensor | None] = lambda result: None
     """Picks the loss out of what the step returned."""
     seed: int | None = None
@@ -96,10 +98,15 @@ class MicroBatch:
         shared = self._shares_graph(loss)
         if loss is not None and self._step.weight != 0.0:
             with self._host.backward():
-                _backward([(loss, torch.full_like(loss, self._step.weight))], retain_graph=shared)
+                _backward([(loss, self._seed(loss))], retain_graph=shared)
         elif loss is not None:
             _give_zeros(loss)
         return self._gradients(self._segments.pop(self._layers))
+
+    def _seed(self, loss: Tensor) -> Tensor:
+        """The gradient that backward starts from; infinite where a scaled loss leaves the range of its dtype."""
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return torch.full_like(loss, self._step.weight * self._step.loss_scale, dtype=wide).to(loss.dtype)
 
     def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor, dh_TH: Tensor) -> Gradients | None:
         """Backward of segment `layer`; None for segment 0, which has no layer before."""

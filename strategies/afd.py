@@ -5,28 +5,28 @@ Order of calls: setup_environment (process groups) -> setup (split, optimizers) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
-from lightning_afd.model.place import owned_parameters
 from lightning_afd.model.split import MoELayer
 from lightning_afd.namespace import MisconfigurationException, namespace_of
-from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
+from lightning_afd.optimizer import drop_foreign
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.checkpoints import RankCheckpoints
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.epoch_hooks import EpochHooks
+from lightning_afd.strategies.gradient_norm import GradientNorm
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
+from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.timeline import Timeline
 
@@ -52,10 +52,10 @@ class AFDStrategy(RankedStrategy):
         self.config = AFDConfig(**own)
         super().__init__(timeout=self.config.timeout, **options)
         self.engine: Engine | None = None
-        self.grad_norm: float | None = None
-        """Norm of all gradients of the last optimizer step, before clipping; None where nobody asked for it."""
         self._driver: Driver | None = None
         self._epoch_hooks: EpochHooks | None = None
+        self._gradient_norm: GradientNorm | None = None
+        self._unshare_found_inf: Callable[[], None] = lambda: None
         self._accumulating = False
         self._checkpoints = RankCheckpoints(self)
 
@@ -68,6 +68,11 @@ class AFDStrategy(RankedStrategy):
     def stats(self) -> StepStats | None:
         """Figures of the last step, equal on all ranks."""
         return None if self._driver is None else self._driver.stats
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of all gradients in the last optimizer step, before clipping; under a loss scaler only if clipped by."""
+        return None if self._gradient_norm is None else self._gradient_norm.value
 
     def gather_timeline(self) -> Timeline | None:
         """Collective: the spans of the last step of all ranks, on rank 0; None on the others.
@@ -111,8 +116,14 @@ class AFDStrategy(RankedStrategy):
         self._epoch_hooks = EpochHooks(module, self.engine, self.guarded, self._groups.replicas)
         if not self.engine.is_attention:
             silence_batch_hooks(module)
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self._judge_gradients(self.engine, module)
         self._separate_random_numbers()
+
+    def _judge_gradients(self, engine: Engine, module: pl.LightningModule) -> None:
+        """Clipping, and what is done about gradients that are not finite, become decisions of all ranks together."""
+        skip = self.config.on_nonfinite == "skip"
+        self._gradient_norm = GradientNorm(engine, module, self.precision_plugin, skip=skip)
+        self._unshare_found_inf = share_found_inf(self.precision_plugin, engine.collectives)
 
     def _make_engine(self, module: pl.LightningModule) -> tuple[Engine, Any]:
         """The engine of this rank, after all ranks have compared their plans."""
@@ -157,7 +168,9 @@ class AFDStrategy(RankedStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         around = self.precision_plugin.train_step_context
-        return self.guarded(self.driver.train, (*args, *kwargs.values()), around, lambda: not self._accumulating)
+        scale = loss_scale(self.precision_plugin, self.lightning_module.trainer.accumulate_grad_batches)
+        given, last_of_window = (*args, *kwargs.values()), lambda: not self._accumulating
+        return self.guarded(self.driver.train, given, around, last_of_window, scale)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,31 +204,6 @@ class AFDStrategy(RankedStrategy):
             yield
         finally:
             self._accumulating = False
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Lightning's clip by norm, with the one norm of all ranks: dense parameters once, experts of all F ranks."""
-        assert self.engine is not None
-        counts = not self.engine.is_attention or self.layout.index_of(self.global_rank) == 0
-        parameters = self.driver.parameters
-        norm = measure_norm(parameters, self.engine.collectives, counts=counts)
-        self.grad_norm = norm.value
-        if norm.culprit is not None:
-            self._refuse_nonfinite(*norm.culprit)
-        clip_by_norm(parameters, norm.value, float(clip_val))
-
-    def _refuse_nonfinite(self, rank: int, number: int) -> None:
-        if self.config.on_nonfinite == "skip":
-            for parameter in self.driver.parameters:
-                parameter.grad = None
-            return
-        names = [name for name, _ in owned_parameters(self.lightning_module)]
-        name = self.transport.broadcast_object(names[number] if rank == self.global_rank else None, rank)
-        worker = self.layout.worker_of(rank)
-        raise FloatingPointError(
-            f"the gradient of {name} on rank {rank} ({worker}) is not finite in step "
-            f"{self.lightning_module.global_step}: lower the learning rate or check the data, "
-            "or skip such steps with AFDStrategy(on_nonfinite='skip')"
-        )
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -275,5 +263,7 @@ class AFDStrategy(RankedStrategy):
             self._epoch_hooks.remove()
         self._epoch_hooks = None
         self._driver = None
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self._unshare_found_inf()
+        if self._gradient_norm is not None:
+            self._gradient_norm.detach()
         super().teardown()

@@ -32,9 +32,9 @@ class AFDConfig:
     recompute_experts: bool = False
     """Whether F ranks keep only the inputs of their experts for backward."""
     on_nonfinite: Literal["error", "skip"] = "error"
-    """Where gradients are clipped by norm, one that is not finite ends the job, or nobody makes the step.
+    """A gradient that is not finite on any rank ends the job and is named, or nobody makes the step.
 
-    Without clipping the norm is not measured.
+    Under a loss scaler (precision "16-mixed") the scaler decides: nobody makes the step, and the scale falls.
     """
     timeout: timedelta = timedelta(minutes=10)
     """How long a rank waits for a message before it gives up."""

@@ -59,8 +59,11 @@ class Driver:
         """The parameters that this rank holds."""
         return self._parameters
 
-    def train(self, args: Sequence[Any], around: Around, last_of_window: Callable[[], bool]) -> Any:
-        """One batch, forward and backward; returns a step output whose loss installs the gradients in its backward."""
+    def train(self, args: Sequence[Any], around: Around, last_of_window: Callable[[], bool], loss_scale: float) -> Any:
+        """One batch, forward and backward; returns a step output whose loss installs the gradients in its backward.
+
+        `loss_scale` multiplies the loss in the pipeline's backward; it is taken out where gradients are installed.
+        """
         start = time.perf_counter()
         pieces = self._split(args[0]) if self.engine.is_attention else []
         weights = [self._weight(piece) for piece in pieces]
@@ -70,6 +73,7 @@ class Driver:
             replace(
                 self._user_step(self._module.training_step, (piece, *args[1:]), around, weight * scale),
                 seed=self._seeds.next(),
+                loss_scale=loss_scale,
             )
             for piece, weight in zip(pieces, weights, strict=True)
         ]
@@ -81,7 +85,7 @@ class Driver:
         losses = [_loss_value(result) * step.weight for result, step in done if step.weight]
         with around():  # where Lightning itself would log: metrics take the default dtype of this context
             loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
-        made = installing_loss(loss, partial(self._install, last_of_window=last_of_window))
+        made = installing_loss(loss, partial(self._install, loss_scale, last_of_window))
         return merge_outputs(results, weights, made) if self.engine.has_tail else made
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
@@ -148,8 +152,8 @@ class Driver:
         )
         return torch.tensor(total, dtype=loss.dtype, device=self._module.device)
 
-    def _install(self, scale: Tensor, *, last_of_window: Callable[[], bool]) -> None:
-        self._stash.install(scale)
+    def _install(self, loss_scale: float, last_of_window: Callable[[], bool], scale: Tensor) -> None:
+        self._stash.install(scale / loss_scale)
         if self.engine.is_attention and last_of_window():
             sum_over_replicas(self._parameters, self.engine.collectives)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fits import QUIET, State, Steps, joined, mean_loss, owned, share, tokens, worst
+from cases import join, weights
+from fits import QUIET, State, Steps, mean_loss, share, tokens, worst
 from pool import RankPool
 from tiny import tiny
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def fit_test_fit(package: str, options: dict[str, int] | None) -> tuple[list[flo
     again.fit(module)
     assert isinstance(again.strategy, AFDStrategy) and isinstance(again.strategy, strategy_of(package))
     assert again.callback_metrics["tokens_per_s"] > 0
-    return module.losses, owned(module), float(tested.callback_metrics["test_loss"])
+    return module.losses, weights(module), float(tested.callback_metrics["test_loss"])
 
 
 def strategy_of(package: str) -> Any:
@@ -123,7 +124,7 @@ def test_both_packages_train_as_the_plain_loop_does(pool: RankPool, options: dic
     for package in (MIRROR, LIGHTNING):
         ranks = pool.run(fit_test_fit, 2 if options is None else 3, package, options)
         assert all(rank[2] == ranks[0][2] for rank in ranks)
-        parts[package] = ranks[0][0], joined([rank[1] for rank in ranks]), ranks[0][2]
+        parts[package] = ranks[0][0], join([rank[1] for rank in ranks]), ranks[0][2]
         assert parts[package][0] == pytest.approx(losses, rel=1e-12)
         assert parts[package][2] == pytest.approx(tested, rel=1e-12)
         difference, name = worst(parts[package][1], state)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import join
+from cases import LM, batch, fit_alone, fit_apart, join, largest_difference
 from fits import Batch, Model, Run, tiny_module, tokens
 from pool import RankPool
 from tiny import tiny_hf
@@ -88,3 +88,20 @@ def test_mixed_precision_is_mixed(pool: RankPool) -> None:
     assert abs(mixed[0][0].losses[0] - full.losses[0]) > 1e-4
     assert (torch.bfloat16, True) in mixed[0][0].seen
     assert {gradient.dtype for gradient in mixed[1][0].gradients.values()} == {torch.float32}
+
+
+def gradients_in_bf16(groups: int) -> dict[str, Tensor]:
+    """What one step leaves on this rank; 0 groups: on one device."""
+    module = LM([batch(4, 8)])
+    if groups:
+        fit_apart(module, 1, 1, R=2, p=groups, precision="bf16-true")
+    else:
+        fit_alone(module, precision="bf16-true")
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def test_two_groups_in_bf16(pool: RankPool) -> None:
+    reference = pool.run(gradients_in_bf16, 1, 0)[0]
+    ours = join(pool.run(gradients_in_bf16, 4, 2))
+    assert {gradient.dtype for gradient in ours.values()} == {torch.bfloat16}
+    assert largest_difference(ours, reference) < TOLERANCE["bf16-true"]
