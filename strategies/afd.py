@@ -12,8 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,8 +29,11 @@ from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.epoch_hooks import EpochHooks
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
+from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
 from lightning_afd.strategies.seeds import Seeds
+from lightning_afd.strategies.signals import AgreedSignals, save_last
+from lightning_afd.strategies.watch import activity_of
 from lightning_afd.timeline import Timeline
 
 
@@ -53,6 +56,7 @@ class AFDStrategy(RankedStrategy):
         """Norm of all gradients of the last optimizer step, before clipping; None where nobody asked for it."""
         self._driver: Driver | None = None
         self._epoch_hooks: EpochHooks | None = None
+        self._signals: AgreedSignals | None = None
         self._accumulating = False
         self._checkpoints = RankCheckpoints(self)
 
@@ -80,6 +84,10 @@ class AFDStrategy(RankedStrategy):
         assert self._driver is not None, "the strategy is not set up"
         return self._driver
 
+    @override
+    def _activity(self) -> Activity:
+        return activity_of(getattr(self.engine, "runtime", None))
+
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     @override
@@ -103,7 +111,8 @@ class AFDStrategy(RankedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
-        self._driver = Driver(self.engine, module, self.seeds)
+        self._signals = None if trainer.state.fn == TrainerFn.PREDICTING else AgreedSignals(trainer)
+        self._driver = Driver(self.engine, module, self.seeds, lambda: self._signals.wish() if self._signals else 0.0)
         assert self._groups is not None
         self._epoch_hooks = EpochHooks(module, self.engine, self.guarded, self._groups.replicas)
         if not self.engine.is_attention:
@@ -154,7 +163,9 @@ class AFDStrategy(RankedStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         around = self.precision_plugin.train_step_context
-        return self.guarded(self.driver.train, (*args, *kwargs.values()), around, lambda: not self._accumulating)
+        made = self.guarded(self.driver.train, (*args, *kwargs.values()), around, lambda: not self._accumulating)
+        self._agree_on_signals(step_ends=not self._accumulating)
+        return made
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +186,13 @@ class AFDStrategy(RankedStrategy):
 
     def _evaluate(self, step: str, context: str, args: tuple[Any, ...]) -> Any:
         function, around = getattr(self.lightning_module, step), getattr(self.precision_plugin, context)
-        return self.guarded(self.driver.evaluate, function, args, around)
+        out = self.guarded(self.driver.evaluate, function, args, around)
+        self._agree_on_signals(step_ends=self.lightning_module.trainer.state.fn != TrainerFn.FITTING)
+        return out
+
+    def _agree_on_signals(self, *, step_ends: bool) -> None:
+        assert self._signals is not None
+        self._signals.agree(self.driver.wish, step_ends=step_ends)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -244,7 +261,7 @@ class AFDStrategy(RankedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._failed:
+        if self._failed or self._leaves_alone():
             rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
         else:
             self._checkpoints.save(checkpoint, filepath)
@@ -261,6 +278,17 @@ class AFDStrategy(RankedStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         self._checkpoints.remove(filepath)
 
+    def _leaves_alone(self) -> bool:
+        """Whether an exception ends this rank, of which the others know nothing: they will not save with it."""
+        interrupted = self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
+        return interrupted and not (self._signals is not None and self._signals.stops)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and self._signals is not None and self._signals.stops:
+            self.guarded(save_last, self.lightning_module.trainer)
+        super().on_exception(exception)
+
     # -- end ------------------------------------------------------------------------------------------------------
 
     @override
@@ -270,7 +298,10 @@ class AFDStrategy(RankedStrategy):
             restore_batch_hooks(self.lightning_module)
         if self._epoch_hooks is not None:
             self._epoch_hooks.remove()
+        if self._signals is not None:
+            self._signals.remove()
         self._epoch_hooks = None
+        self._signals = None
         self._driver = None
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         super().teardown()

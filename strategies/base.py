@@ -17,7 +17,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -25,9 +24,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_afd.placement import Layout
-from lightning_afd.strategies.failure import FailureBoard
+from lightning_afd.strategies.failure import FailureBoard, Patience
+from lightning_afd.strategies.launcher import WatchingLauncher
+from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
+from lightning_afd.strategies.watch import activity_of
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 
@@ -35,6 +37,8 @@ class RankedStrategy(ParallelStrategy):
     """Launching, process groups and collectives of a job whose ranks have roles."""
 
     layout: Layout
+    patience = Patience()
+    """Seconds that a failing job gives its ranks to stop by themselves."""
 
     def __init__(
         self,
@@ -87,7 +91,17 @@ class RankedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = WatchingLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._child_ended
+        )
+
+    def _child_ended(self, local_rank: int, code: int) -> bool:
+        """Tell all ranks that a process of this host ended without success; whether there was a way to tell them."""
+        board = self._board
+        if board is None:
+            return self._failed
+        board.child_ended(self.node_rank * self.num_processes + local_rank, code)
+        return True
 
     # -- process groups -------------------------------------------------------------------------------------------
 
@@ -102,7 +116,7 @@ class RankedStrategy(ParallelStrategy):
         device = None if self.root_device.type == "cpu" else self.root_device
         _init_dist_connection(self.cluster_environment, self._backend, timeout=self._timeout, device_id=device)
         self._failed = False
-        self._board = FailureBoard.create(self.global_rank, self.world_size)
+        self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
         self.compare_plans(repr(self.layout))
         self._groups = ProcessGroups(self.layout, self.global_rank, self._timeout)
         self._groups.warm(self.root_device)
@@ -167,8 +181,17 @@ class RankedStrategy(ParallelStrategy):
         self.transport.drop()
         self._drop_groups()
         torch.distributed.destroy_process_group()  # others may wait in a collective of Lightning's
-        self._board.linger()
+        self._close_board()
         return cause
+
+    def _activity(self) -> Activity:
+        """What this rank is doing, asked for by another thread."""
+        return activity_of(None)
+
+    def _close_board(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
 
     def _drop_groups(self) -> None:
         groups, self._groups = self._groups, None
@@ -227,6 +250,7 @@ class RankedStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """As Lightning's, without moving the module: parameters of other ranks have no storage to move."""
+        self._close_board()
         self._drop_groups()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
