@@ -261,7 +261,7 @@ class AFDStrategy(RankedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._failed or self._leaves_alone():
+        if self.leaves_alone:
             rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
         else:
             self._checkpoints.save(checkpoint, filepath)
@@ -278,10 +278,12 @@ class AFDStrategy(RankedStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         self._checkpoints.remove(filepath)
 
-    def _leaves_alone(self) -> bool:
-        """Whether an exception ends this rank, of which the others know nothing: they will not save with it."""
-        interrupted = self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
-        return interrupted and not (self._signals is not None and self._signals.stops)
+    @property
+    @override
+    def leaves_alone(self) -> bool:
+        module = self._lightning_module
+        interrupted = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
+        return super().leaves_alone or (interrupted and not (self._signals is not None and self._signals.stops))
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -114,7 +114,9 @@ class RankedStrategy(ParallelStrategy):
         self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device
-        _init_dist_connection(self.cluster_environment, self._backend, timeout=self._timeout, device_id=device)
+        # Ranks of many hosts start at different times, and Lightning's own collectives wait for validation and disks.
+        patience = max(self._timeout, timedelta(minutes=30))
+        _init_dist_connection(self.cluster_environment, self._backend, timeout=patience, device_id=device)
         self._failed = False
         self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
         self.compare_plans(repr(self.layout))
@@ -164,6 +166,11 @@ class RankedStrategy(ParallelStrategy):
                 raise
             raise cause from error
 
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether an exception ends this rank, of which the others know nothing: they will not meet it anywhere."""
+        return self._failed
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         """A failure outside of a step (a hook, a callback, a logger) ends the other ranks too."""
@@ -202,14 +209,14 @@ class RankedStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
+        if not _distributed_is_initialized() or self.leaves_alone:
             return
         ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         self.guarded(torch.distributed.barrier, device_ids=ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if not _distributed_is_initialized() or self.leaves_alone:
             return obj
         box = [obj]
         self.guarded(torch.distributed.broadcast_object_list, box, src=src)
@@ -218,7 +225,7 @@ class RankedStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the data replicas of this rank's group; an F rank, which has no data of its own, gets its value back."""
-        if not isinstance(tensor, Tensor) or self._groups is None or group is JOINED:
+        if not isinstance(tensor, Tensor) or self._groups is None or group is JOINED or self.leaves_alone:
             return tensor
         if group is None and self.layout.worker_of(self.global_rank).role == "F":
             return tensor
@@ -228,7 +235,7 @@ class RankedStrategy(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks."""
-        if not _distributed_is_initialized():
+        if not _distributed_is_initialized() or self.leaves_alone:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         self.guarded(torch.distributed.all_reduce, votes)

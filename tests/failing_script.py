@@ -38,6 +38,6 @@ class Failing(L.Callback):
 
 if __name__ == "__main__":
     AFDStrategy.patience = Patience(cause=2.0, end=8.0)
-    strategy = AFDStrategy(micro_batches=2, timeout=timedelta(seconds=4 if sys.argv[1] == "hangs" else 60))
+    strategy = AFDStrategy(micro_batches=2, timeout=timedelta(seconds=15 if sys.argv[1] == "hangs" else 60))
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Failing(sys.argv[1])], **QUIET)
     trainer.fit(tiny_module(steps=4))
