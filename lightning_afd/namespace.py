@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
     from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.utilities.exceptions import MisconfigurationException as _MisconfigurationException
 else:
-    _Callback = _ParallelStrategy = object
+    _Callback = _ParallelStrategy = _SubprocessScriptLauncher = object
     _MisconfigurationException = Exception
 
 
@@ -116,6 +117,12 @@ class Callback(_Either, _Callback):
     """Base of callbacks for the Trainer of the package that is imported."""
 
     _home = ("callbacks", "Callback")
+
+
+class SubprocessScriptLauncher(_Either, _SubprocessScriptLauncher):
+    """Base of launchers that start the other ranks of a host."""
+
+    _home = ("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
 
 
 class MisconfigurationException(_MisconfigurationException):

@@ -25,9 +25,12 @@ from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.epoch_hooks import EpochHooks
 from lightning_afd.strategies.gradient_norm import GradientNorm
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
+from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
+from lightning_afd.strategies.signals import AgreedSignals, save_last
+from lightning_afd.strategies.watch import activity_of
 from lightning_afd.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ class AFDStrategy(RankedStrategy):
         self._epoch_hooks: EpochHooks | None = None
         self._gradient_norm: GradientNorm | None = None
         self._unshare_found_inf: Callable[[], None] = lambda: None
+        self._signals: AgreedSignals | None = None
         self._accumulating = False
         self._checkpoints = RankCheckpoints(self)
 
@@ -88,6 +92,10 @@ class AFDStrategy(RankedStrategy):
         assert self._driver is not None, "the strategy is not set up"
         return self._driver
 
+    @override
+    def _activity(self) -> Activity:
+        return activity_of(getattr(self.engine, "runtime", None))
+
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     @override
@@ -111,7 +119,8 @@ class AFDStrategy(RankedStrategy):
             namespace_of(self).fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
-        self._driver = Driver(self.engine, module, self.seeds)
+        self._signals = None if trainer.state.fn == "predict" else AgreedSignals(trainer)
+        self._driver = Driver(self.engine, module, self.seeds, lambda: self._signals.wish() if self._signals else 0.0)
         assert self._groups is not None
         self._epoch_hooks = EpochHooks(module, self.engine, self.guarded, self._groups.replicas)
         if not self.engine.is_attention:
@@ -170,7 +179,9 @@ class AFDStrategy(RankedStrategy):
         around = self.precision_plugin.train_step_context
         scale = loss_scale(self.precision_plugin, self.lightning_module.trainer.accumulate_grad_batches)
         given, last_of_window = (*args, *kwargs.values()), lambda: not self._accumulating
-        return self.guarded(self.driver.train, given, around, last_of_window, scale)
+        made = self.guarded(self.driver.train, given, around, last_of_window, scale)
+        self._agree_on_signals(step_ends=not self._accumulating)
+        return made
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +202,13 @@ class AFDStrategy(RankedStrategy):
 
     def _evaluate(self, step: str, context: str, args: tuple[Any, ...]) -> Any:
         function, around = getattr(self.lightning_module, step), getattr(self.precision_plugin, context)
-        return self.guarded(self.driver.evaluate, function, args, around)
+        out = self.guarded(self.driver.evaluate, function, args, around)
+        self._agree_on_signals(step_ends=self.lightning_module.trainer.state.fn != "fit")
+        return out
+
+    def _agree_on_signals(self, *, step_ends: bool) -> None:
+        assert self._signals is not None
+        self._signals.agree(self.driver.wish, step_ends=step_ends)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -235,7 +252,7 @@ class AFDStrategy(RankedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._failed:
+        if self.leaves_alone:
             rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
         else:
             self._checkpoints.save(checkpoint, filepath)
@@ -252,6 +269,20 @@ class AFDStrategy(RankedStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         self._checkpoints.remove(filepath)
 
+    @property
+    @override
+    def leaves_alone(self) -> bool:
+        module = self._lightning_module
+        interrupted = module is not None and module.trainer.state.status == "interrupted"
+        return super().leaves_alone or (interrupted and not (self._signals is not None and self._signals.stops))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        stopped = isinstance(exception, namespace_of(self).pytorch("utilities.exceptions").SIGTERMException)
+        if stopped and self._signals is not None and self._signals.stops:
+            self.guarded(save_last, self.lightning_module.trainer)
+        super().on_exception(exception)
+
     # -- end ------------------------------------------------------------------------------------------------------
 
     @override
@@ -261,7 +292,10 @@ class AFDStrategy(RankedStrategy):
             restore_batch_hooks(self.lightning_module)
         if self._epoch_hooks is not None:
             self._epoch_hooks.remove()
+        if self._signals is not None:
+            self._signals.remove()
         self._epoch_hooks = None
+        self._signals = None
         self._driver = None
         self._unshare_found_inf()
         if self._gradient_norm is not None:

@@ -14,9 +14,12 @@ from typing_extensions import override
 
 from lightning_afd.namespace import MisconfigurationException, ParallelStrategy, namespace_of
 from lightning_afd.placement import Layout
-from lightning_afd.strategies.failure import FailureBoard
+from lightning_afd.strategies.failure import FailureBoard, Patience
+from lightning_afd.strategies.launcher import WatchingLauncher
+from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
+from lightning_afd.strategies.watch import activity_of
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ class RankedStrategy(ParallelStrategy):
     """Launching, process groups and collectives of a job whose ranks have roles."""
 
     layout: Layout
+    patience = Patience()
+    """Seconds that a failing job gives its ranks to stop by themselves."""
 
     def __init__(
         self,
@@ -79,10 +84,17 @@ class RankedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        launchers = namespace_of(self).pytorch("strategies.launchers.subprocess_script")
-        self._launcher = launchers._SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
+        self._launcher = WatchingLauncher.of(namespace_of(self).package)(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._child_ended
         )
+
+    def _child_ended(self, local_rank: int, code: int) -> bool:
+        """Tell all ranks that a process of this host ended without success; whether there was a way to tell them."""
+        board = self._board
+        if board is None:
+            return self._failed
+        board.child_ended(self.node_rank * self.num_processes + local_rank, code)
+        return True
 
     # -- process groups -------------------------------------------------------------------------------------------
 
@@ -97,11 +109,11 @@ class RankedStrategy(ParallelStrategy):
         self._backend = self._backend or distributed._get_default_process_group_backend_for_device(self.root_device)
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device
-        distributed._init_dist_connection(
-            self.cluster_environment, self._backend, timeout=self._timeout, device_id=device
-        )
+        # Ranks of many hosts start at different times, and Lightning's own collectives wait for validation and disks.
+        patience = max(self._timeout, timedelta(minutes=30))
+        distributed._init_dist_connection(self.cluster_environment, self._backend, timeout=patience, device_id=device)
         self._failed = False
-        self._board = FailureBoard.create(self.global_rank, self.world_size)
+        self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
         self.compare_plans(repr(self.layout))
         self._groups = ProcessGroups(self.layout, self.global_rank, self._timeout)
         self._groups.warm(self.root_device)
@@ -149,6 +161,11 @@ class RankedStrategy(ParallelStrategy):
                 raise
             raise cause from error
 
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether an exception ends this rank, of which the others know nothing: they will not meet it anywhere."""
+        return self._failed
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         """A failure outside of a step (a hook, a callback, a logger) ends the other ranks too."""
@@ -166,8 +183,17 @@ class RankedStrategy(ParallelStrategy):
         self.transport.drop()
         self._drop_groups()
         torch.distributed.destroy_process_group()  # others may wait in a collective of Lightning's
-        self._board.linger()
+        self._close_board()
         return cause
+
+    def _activity(self) -> Activity:
+        """What this rank is doing, asked for by another thread."""
+        return activity_of(None)
+
+    def _close_board(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
 
     def _drop_groups(self) -> None:
         groups, self._groups = self._groups, None
@@ -178,14 +204,14 @@ class RankedStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized() or self.leaves_alone:
             return
         ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         self.guarded(torch.distributed.barrier, device_ids=ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized() or self.leaves_alone:
             return obj
         box = [obj]
         self.guarded(torch.distributed.broadcast_object_list, box, src=src)
@@ -194,7 +220,7 @@ class RankedStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the data replicas of this rank's group; an F rank, which has no data of its own, gets its value back."""
-        if not isinstance(tensor, Tensor) or self._groups is None or group is JOINED:
+        if not isinstance(tensor, Tensor) or self._groups is None or group is JOINED or self.leaves_alone:
             return tensor
         if group is None and self.layout.worker_of(self.global_rank).role == "F":
             return tensor
@@ -205,7 +231,7 @@ class RankedStrategy(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks."""
-        if not torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized() or self.leaves_alone:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         self.guarded(torch.distributed.all_reduce, votes)
@@ -227,6 +253,7 @@ class RankedStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """As Lightning's, without moving the module: parameters of other ranks have no storage to move."""
+        self._close_board()
         self._drop_groups()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

@@ -44,9 +44,14 @@ class StepStats:
 class Driver:
     """Runs a module's steps on this rank: as coroutines on A ranks, as expert work on F ranks."""
 
-    def __init__(self, engine: Engine, module: pl.LightningModule, seeds: Seeds) -> None:
+    def __init__(
+        self, engine: Engine, module: pl.LightningModule, seeds: Seeds, wish_of_rank: Callable[[], float]
+    ) -> None:
         self.engine = engine
         self.stats: StepStats | None = None
+        self.wish = 0.0
+        """The largest wish of all ranks at the end of the last batch (see AgreedSignals)."""
+        self._wish_of_rank = wish_of_rank
         self._module = module
         self._parameters = [parameter for _, parameter in owned_parameters(module)]
         self._stash = GradientStash(self._parameters)
@@ -138,12 +143,13 @@ class Driver:
 
     def _share(self, loss: Tensor, seconds: float, *, by_rows: bool) -> Tensor:
         """Exchange loss, figures and logged values; replays the log and returns the loss of the global batch."""
-        head = [float(loss), self.engine.tokens, seconds, self.engine.exposed()]
+        head = [float(loss), self.engine.tokens, seconds, self.engine.exposed(), self._wish_of_rank()]
         heads, logged = self._exchange.share(head, self._recorder, by_rows=by_rows)
         for item in logged:
             item.replay(self._module)
         attention = [head for head in heads if head[1] > 0] or heads
         total = sum(head[0] for head in heads)
+        self.wish = max(head[4] for head in heads)
         self.stats = StepStats(
             loss=total,
             tokens=sum(head[1] for head in heads),

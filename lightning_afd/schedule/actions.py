@@ -32,6 +32,10 @@ class Action:
     def __str__(self) -> str:
         return f"{self.op}{self.layer}{self.phase}{self.micro_batch}"
 
+    def place(self) -> str:
+        """`A3f0: layer 3, micro-batch 0`, as errors name it."""
+        return f"{self}: layer {self.layer}, micro-batch {self.micro_batch}"
+
     @property
     def is_transfer(self) -> bool:
         """Whether this action moves data between two workers, and so stands in the programs of both."""

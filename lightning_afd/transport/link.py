@@ -126,7 +126,7 @@ class Posted:
 
     def wait(self) -> list[Tensor]:
         """The message's tensors, after its header has been checked."""
-        views = read(self._incoming.wait(), self._expected)
+        views = read(arrived(self._incoming, self._expected), self._expected)
         expect(views, self._sections, self._expected)
         return views
 
@@ -140,14 +140,23 @@ class PostedDispatch:
     def wait(self) -> list[Tensor]:
         """The dispatch's tensors, after its header has been checked."""
         expected = self._link.stamp(self._action, self._peer)
-        message = self._incoming.wait()
+        message = arrived(self._incoming, expected)
         need = needed_bytes(message, expected)
         if need:
-            message = self._link.grown(self._action, self._peer, need).wait()
+            message = arrived(self._link.grown(self._action, self._peer, need), expected)
         views = read(message, expected)
         if self._action.op == "D":
             expect_dispatch(views, expected)
         return views
+
+
+def arrived(incoming: Incoming, expected: Stamp) -> Tensor:
+    """The bytes of a message; an error of the connection gets a note that says whose message is missing."""
+    try:
+        return incoming.wait()
+    except RuntimeError as error:
+        error.add_note(f"while waiting for {expected.action} from rank {expected.sender}")
+        raise
 
 
 def channel_of(action: Action) -> Channel:

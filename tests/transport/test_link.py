@@ -131,8 +131,11 @@ def test_damage_to_one_header_of_a_running_job_is_named(
         engine.link._transport = DamagingTransport(job.network, rank, damage)
     sender = 0 if channel[0] == "D" else 1
     place = rf"message {channel[0]}1{channel[1]}1 \(layer 1, micro-batch 1\) from rank {sender}: .*{words}"
+    before = [parameter.detach().clone() for module in job.models for parameter in module.parameters()]
     with pytest.raises(error, match=place) as failure:
         job.step(batches)
+    after = [parameter for module in job.models for parameter in module.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True) if not new.is_meta)
     receiver = f"rank {1 - sender} ({'AF'[1 - sender]}0)"
     assert failure.value.__notes__ == [f"{receiver} failed in {channel[0]}1{channel[1]}1: layer 1, micro-batch 1"]
 

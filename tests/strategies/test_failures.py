@@ -1,0 +1,161 @@
+"""Whatever ends one rank ends the job, with the first cause last; a signal to one rank stops all of them in order."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import weights
+from fits import Model, Run, tiny_module
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors import signal_connector
+from pool import RankPool, RemoteError
+
+SCRIPT = Path(__file__).parent.parent / "failing_script.py"
+
+
+@pytest.mark.parametrize(
+    ("how", "parts"),
+    [
+        ("raises", ("rank 1 failed first with ValueError: boom", "rank 1 (F0) failed in E1f0: layer 1, micro-batch 0")),
+        ("dies", ("rank 1 (F0) [signal SIGKILL] stopped without a word", "rank 0 (A0)", "while waiting for C1f0")),
+        ("hangs", ("rank 1 (F0) does not get ahead", "it is in E1f0: layer 1, micro-batch 0", "rank 0 (A0)")),
+    ],
+)
+def test_the_first_cause_is_the_last_thing_said(how: str, parts: tuple[str, ...]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.Popen(
+        [sys.executable, str(SCRIPT), how],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=120)  # ends when the last process that may write has ended
+    finally:
+        left = _session(job.pid)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert job.returncode not in (0, -signal.SIGKILL), output
+    last = output[output.rindex("PeerFailure") :]
+    assert all(part in last for part in parts), output
+    assert not left, output
+
+
+def _session(leader: int) -> list[int]:
+    """Processes that are still there."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getsid(int(pid)) == leader and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+                found.append(int(pid))
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+    return found
+
+
+class Signalled(pl.Callback):
+    """One rank gets a signal in the first batch of the second accumulation window."""
+
+    def __init__(self, rank: int, action: Any) -> None:
+        self._rank, self._action = rank, action
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """As it would come from outside."""
+        if trainer.global_rank == self._rank and batch_idx == 2:
+            self._action(trainer)
+
+
+def _terminate(trainer: pl.Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _module() -> Model:
+    module = tiny_module(steps=6)
+    module.optimizer = torch.optim.AdamW
+    return module
+
+
+def fit(module: Model, layout: str, ckpt_path: str | None = None, **options: Any) -> None:
+    """On a rank of the pool."""
+    Run(layout=layout).trainer(**options).fit(module, ckpt_path=ckpt_path)
+
+
+def _options(folder: str, **options: Any) -> dict[str, Any]:
+    saver = ModelCheckpoint(dirpath=folder, save_top_k=0, save_last=False)
+    return {"accumulate_grad_batches": 2, "enable_checkpointing": True, "callbacks": [saver], **options}
+
+
+def _stopped_and_resumed(folder: str, rank: int) -> tuple[int, bool]:
+    """Global step at which SIGTERM to one rank stopped this one, and whether the resumed fit ends as a whole one."""
+    whole = _module()
+    fit(whole, "2A+2F", accumulate_grad_batches=2)
+    options = _options(folder)
+    options["callbacks"].append(Signalled(rank, _terminate))
+    stopped = _module()
+    with pytest.raises(pl.utilities.exceptions.SIGTERMException):
+        fit(stopped, "2A+2F", **options)
+    step = stopped.trainer.global_step
+    resumed = _module()
+    fit(resumed, "2A+2F", ckpt_path="last", **_options(folder))
+    want, got = weights(whole), weights(resumed)
+    return step, all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_sigterm_to_one_rank_stops_all_behind_the_step_with_a_checkpoint(
+    pool: RankPool, tmp_path: Path, rank: int
+) -> None:
+    assert pool.run(_stopped_and_resumed, 4, str(tmp_path), rank) == [(2, True)] * 4
+
+
+def _requeued(folder: str) -> tuple[int, list[Any]]:
+    """A fit in which rank 3 alone gets SLURM's signal; returns its last step and the commands that were run."""
+    commands: list[Any] = []
+    os.environ["SLURM_JOB_ID"] = "7"
+    signal_connector.call = lambda command, **_: commands.append(command) or 0
+    notice = Signalled(3, lambda trainer: trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None))
+    module = _module()
+    fit(module, "2A+2F", callbacks=[notice], default_root_dir=folder)
+    return module.trainer.global_step, commands
+
+
+def test_slurms_signal_to_one_rank_saves_on_all_and_requeues_once(pool: RankPool, tmp_path: Path) -> None:
+    command = ["scontrol", "requeue", "7"]
+    assert pool.run(_requeued, 4, str(tmp_path)) == [(6, [command]), (6, []), (6, []), (6, [])]
+    assert (tmp_path / "hpc_ckpt_1.ckpt" / "meta.pt").is_file()
+
+
+class _Exception(pl.Callback):
+    """A callback that saves when the fit fails, as OnExceptionCheckpoint does."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        """Called on this rank only, where the failure is this rank's own."""
+        trainer.save_checkpoint(Path(self._folder, "broken.ckpt"))
+
+
+def _fails_alone(folder: str) -> None:
+    module = _module()
+
+    def boom(trainer: pl.Trainer) -> None:
+        raise LookupError("boom")
+
+    fit(module, "1A+1F", callbacks=[Signalled(1, boom), _Exception(folder)])
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint is written")
+def test_saving_on_an_exception_of_one_rank_does_not_hang(pool: RankPool, tmp_path: Path) -> None:
+    errors = pool.try_run(_fails_alone, 2, str(tmp_path))
+    assert all(isinstance(error, RemoteError) for error in errors)
+    assert [error.type_name for error in errors] == ["PeerFailure", "LookupError"]
+    assert not (tmp_path / "broken.ckpt").exists()
