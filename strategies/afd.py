@@ -5,7 +5,7 @@ Order of calls: setup_environment (process groups) -> setup (split, optimizers) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.lazy import without_storage
 from lightning_afd.model.place import owned_parameters
 from lightning_afd.model.split import MoELayer
 from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
@@ -81,6 +82,14 @@ class AFDStrategy(RankedStrategy):
         return self._driver
 
     # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around configure_model: modules get no storage before it is known what this rank owns, unless asked for."""
+        storage = super().tensor_init_context(empty_init) if empty_init is False else without_storage()
+        with storage, self.precision_plugin.tensor_init_context():
+            yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
