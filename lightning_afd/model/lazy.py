@@ -25,7 +25,12 @@ def without_storage() -> Iterator[None]:
     """Context in which modules are made on the meta device; raises PlanError for values that would be lost."""
     watch = _Watch()
     with torch.device("meta"), watch, _real_from_pretrained(watch):
-        yield
+        try:
+            yield
+        except RuntimeError:
+            if watch.refusal is None:
+                raise
+            raise watch.refusal from None  # load_state_dict had made an error of its own from it
 
 
 class _Watch(TorchFunctionMode):
@@ -34,6 +39,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.on = True
+        self.refusal: PlanError | None = None
         self._parameters: dict[int, nn.Parameter] = {}
         """Parameters without storage that were used, by what they share with their views."""
 
@@ -53,12 +59,13 @@ class _Watch(TorchFunctionMode):
             return
         loses = any(isinstance(other, Tensor) and not other.is_meta for other in others)
         if loses or not _is_initialisation(parameter, sys._getframe(2)):
-            raise PlanError(
+            self.refusal = PlanError(
                 f"a parameter of shape {list(parameter.shape)} has no storage yet, so that what is written into it is "
                 "lost: configure_model makes modules on the meta device; load weights with from_pretrained or "
                 "load_state_dict(..., assign=True), put first values into a method reset_parameters or "
                 "_init_weights(module), or make the model in __init__"
             )
+            raise self.refusal
 
 
 def _writes(func: Any) -> bool:

@@ -10,7 +10,6 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -166,30 +165,33 @@ def _initialise(start: _Start, fresh: set[Tensor], expert_ids: Mapping[nn.Module
 
 
 def _initialise_experts(start: _Start, experts: Iterable[int], initialise: Callable[[nn.Module], object]) -> None:
-    """One expert at a time, each by its own seed, while the module holds that expert only."""
-    module = start.module
-    whole = dict(module._parameters)
     for slot, expert in enumerate(experts):
-        one = {key: None if p is None else _with_storage(p[:1], p.device) for key, p in whole.items()}
-        one = {key: None if p is None else nn.Parameter(p, requires_grad=False) for key, p in one.items()}
-        module._parameters.update(one)  # type: ignore[arg-type]
-        try:
-            _seeded(f"{start.seed}/{expert}", partial(_until_filled, start, initialise, one.values()))
-        finally:
-            module._parameters.update(whole)
-        for key, parameter in whole.items():
-            if parameter is not None and not getattr(parameter, _MARK, False):
-                with torch.no_grad():
-                    parameter[slot].copy_(one[key][0])  # type: ignore[index]
+        _initialise_expert(start, slot, f"{start.seed}/{expert}", initialise)
+
+
+@torch.no_grad()
+def _initialise_expert(start: _Start, slot: int, seed: str, initialise: Callable[[nn.Module], object]) -> None:
+    """One expert by its own seed, while the module holds that expert only."""
+    module = start.module
+    whole = {key: p for key, p in module._parameters.items() if p is not None}
+    one = {key: nn.Parameter(_blanked(torch.empty_like(p[:1])), requires_grad=False) for key, p in whole.items()}
+    module._parameters.update(one)
+    try:
+        _seeded(seed, lambda: _until_filled(start, initialise, one.values()))
+    finally:
+        module._parameters.update(whole)
+    for key, parameter in whole.items():
+        if not getattr(parameter, _MARK, False):
+            parameter[slot].copy_(one[key][0])
 
 
 def _until_filled(start: _Start, initialise: Callable[[nn.Module], object], tensors: Iterable[Tensor | None]) -> None:
     """By the module itself, or by the parents that set what it holds."""
-    wanted = [tensor for tensor in tensors if tensor is not None]
+    wanted = set(tensors)
     initialise(start.module)
     for parent in start.parents():
         if any(_is_blank(tensor) for tensor in wanted):
-            with _marked(_tensors(parent), set(wanted)):
+            with _marked(_tensors(parent), wanted):
                 initialise(parent)
 
 

@@ -38,7 +38,8 @@ def from_folder(folder: Path) -> nn.Module:
     """A trained one."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", attn_implementation="eager")
+    return model.train()
 
 
 class Configured(Model):
@@ -79,7 +80,9 @@ class Result:
 
 
 def module_of(build: Callable[[], nn.Module]) -> Configured:
-    return Configured(build, [tokens(8, vocab=64, seed=s) for s in range(2)], [tokens(4, vocab=64, seed=9)])
+    return Configured(
+        build, [tokens(8, vocab=64, seed=s) for s in range(2)], [tokens(4, vocab=64, seed=9, masked=False)]
+    )
 
 
 def life(build: Callable[[], nn.Module], run: Run, groups: int = 1) -> Result:
@@ -123,7 +126,7 @@ def test_fits_start_equal_on_every_layout(pool: RankPool, run: Run, groups: int)
     state = {f"model.{name}": value for name, value in (*model.named_parameters(), *model.named_buffers())}
     assert start.keys() == state.keys() and all(torch.equal(start[name], state[name]) for name in state)
     want = life(lambda: model, Run(layout="ref", precision="64-true"))
-    for rank in ranks:
+    for rank in ranks[: run.sizes[0]]:
         assert rank.losses == pytest.approx(want.losses, rel=1e-9)
         assert rank.evaluated == pytest.approx(want.evaluated, rel=1e-9)
     assert want.losses[2] < want.losses[0] and want.evaluated[1] < want.evaluated[0]
@@ -237,4 +240,4 @@ def test_nothing_that_others_own_is_materialised(pool: RankPool, with_storage: b
         if with_storage:
             assert peak >= total  # the measure sees what it is for
         else:
-            assert held <= peak < held + 2 * expert
+            assert held <= peak < held + 1.5 * expert
