@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveragi
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_afd.model.compiled import is_compiled_function
+
 _CALLBACKS = (StochasticWeightAveraging, WeightAveraging, BatchSizeFinder)
 
 
@@ -22,11 +24,22 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException("strategy afd cannot run training_step(dataloader_iter): take a batch instead")
+    _refuse_compiled_steps(module)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, _CALLBACKS):
             raise MisconfigurationException(
                 f"strategy afd does not support {type(callback).__name__}: it copies or re-runs a module of which "
                 "each rank holds only a part"
+            )
+
+
+def _refuse_compiled_steps(module: pl.LightningModule) -> None:
+    """A step is suspended at each layer, which a graph cannot be."""
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_compiled_function(getattr(module, name)):
+            raise MisconfigurationException(
+                f"strategy afd cannot run {name} compiled with torch.compile, since the experts run on other ranks: "
+                "compile parts of the model beside the experts instead, such as self_attn, shared experts or the head"
             )
 
 
