@@ -5,7 +5,7 @@ Order of calls: setup_environment (process groups) -> setup (split, optimizers) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.lazy import without_storage
 from lightning_afd.model.split import MoELayer
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
@@ -97,6 +98,14 @@ class AFDStrategy(RankedStrategy):
         return activity_of(getattr(self.engine, "runtime", None))
 
     # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around configure_model: modules get no storage before it is known what this rank owns, unless asked for."""
+        storage = super().tensor_init_context(empty_init) if empty_init is False else without_storage()
+        with storage, self.precision_plugin.tensor_init_context():
+            yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lightning_afd.model.compiled import is_compiled_function
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 
 if TYPE_CHECKING:
@@ -25,12 +26,23 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     is_param_in_hook_signature = lightning.pytorch("utilities.signature_utils").is_param_in_hook_signature
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException("strategy afd cannot run training_step(dataloader_iter): take a batch instead")
+    _refuse_compiled_steps(module)
     refused = tuple(getattr(lightning.pytorch("callbacks"), name) for name in _CALLBACKS)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, refused):
             raise MisconfigurationException(
                 f"strategy afd does not support {type(callback).__name__}: it copies or re-runs a module of which "
                 "each rank holds only a part"
+            )
+
+
+def _refuse_compiled_steps(module: pl.LightningModule) -> None:
+    """A step is suspended at each layer, which a graph cannot be."""
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_compiled_function(getattr(module, name)):
+            raise MisconfigurationException(
+                f"strategy afd cannot run {name} compiled with torch.compile, since the experts run on other ranks: "
+                "compile parts of the model beside the experts instead, such as self_attn, shared experts or the head"
             )
 
 

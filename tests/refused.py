@@ -113,6 +113,20 @@ def two_optimizers() -> None:
     fit(Varied(configure_optimizers=configure))
 
 
+def compiled_step() -> None:
+    """A graph around the whole step; a compiled LightningModule is refused by Lightning itself."""
+    module = tiny_module()
+    module.training_step = torch.compile(module.training_step, backend="eager")  # type: ignore[method-assign]
+    fit(module)
+
+
+def compiled_layer() -> None:
+    """A graph around the experts."""
+    module = tiny_module()
+    module.model.layers[1].compile(backend="eager")
+    fit(module)
+
+
 def weight_averaging() -> None:
     """A callback that copies the module."""
     fit(tiny_module(), callbacks=[WeightAveraging()])

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_afd.errors import PlanError
+from lightning_afd.model.compiled import inside_compiled
 from lightning_afd.model.coroutine import Coroutine, Host, Segment
 from lightning_afd.model.probe import (
     check_returns,
@@ -320,6 +321,7 @@ def patch_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[]
 
 
 def beside_experts(layer: MoELayer) -> list[nn.Module]:
-    """Submodules of the layer that are neither inside the experts nor around them: the router is among them."""
-    inside = set(layer.experts.modules())
-    return [module for module in layer.layer.modules() if inside.isdisjoint(module.modules())]
+    """Submodules of the layer neither inside the experts, nor around them, nor compiled: the router is among them."""
+    inside = set(layer.experts.modules()) | inside_compiled(layer.layer)
+    around = {module for module in layer.layer.modules() if layer.experts in module.modules()}
+    return [module for module in layer.layer.modules() if module not in inside | around]

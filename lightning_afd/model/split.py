@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_afd.errors import PlanError
+from lightning_afd.model.compiled import refuse_compiled, refuse_compiled_routers
 from lightning_afd.model.experts import check_experts, is_experts
 
 
@@ -40,6 +41,7 @@ class MoELayer:
 
 def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
     """List the MoE layers of `root` in the order of execution; raises PlanError where there are none or too many."""
+    refuse_compiled(root)
     named = _named_by_user(root)
     found = _searched(root) if named is None else {name: experts for name, _, experts in named if experts is not None}
     if not found:
@@ -56,6 +58,7 @@ def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
             num_experts=_num_experts(experts),
             top_k=_top_k_of(layer),
         )
+        refuse_compiled_routers(layer_name, layer, layers[layer_name].num_experts)
     if named is None:
         _check_one_stack(layers)
     _check_top_k(layers.values())

@@ -36,6 +36,8 @@ SAME_ON_ALL = {
         2,
         "one optimizer",
     ),
+    refused.compiled_step: (2, "training_step compiled with torch.compile", "beside the experts"),
+    refused.compiled_layer: (2, "model.layers.1 is compiled", "such as self_attn"),
     refused.weight_averaging: (
         2,
         "WeightAveraging",

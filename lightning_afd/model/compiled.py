@@ -1,0 +1,55 @@
+"""What torch.compile may wrap: parts beside the experts run as one graph, what a step is suspended in cannot.
+
+A module counts as compiled by `torch.compile(module)`, by `module.compile()`, or by a compiled `forward` of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_afd.errors import PlanError
+from lightning_afd.model.experts import is_experts
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module run a compiled graph."""
+    in_place = module._compiled_call_impl is not None
+    return in_place or "_orig_mod" in module._modules or is_compiled_function(vars(module).get("forward"))
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether a function comes from torch.compile; a wrapper module's own forward does, too."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def refuse_compiled(root: nn.Module) -> None:
+    """Raise PlanError where the experts, or anything that contains experts, is compiled."""
+    for name, module in root.named_modules():
+        if is_compiled(module) and any(is_experts(part) for part in module.modules()):
+            raise PlanError(
+                f"{name or type(root).__name__} is compiled with torch.compile and contains routed experts, which run "
+                "on other ranks: compile what lies beside them instead, such as self_attn, shared experts or the head"
+            )
+
+
+def refuse_compiled_routers(layer_name: str, layer: nn.Module, num_experts: int) -> None:
+    """Raise PlanError where a layer's router is compiled: its logits must be seen while the step runs."""
+    for name, module in layer.named_modules():
+        if is_compiled(module) and _is_router(module, num_experts):
+            raise PlanError(
+                f"{layer_name}.{name} is compiled with torch.compile and is a router, whose logits are needed outside "
+                "of a graph: compile what lies beside it instead, such as self_attn, shared experts or the head"
+            )
+
+
+def inside_compiled(root: nn.Module) -> set[nn.Module]:
+    """Modules that run in a graph, so that hooks on them would be part of it."""
+    return {part for module in root.modules() if is_compiled(module) for part in module.modules()}
+
+
+def _is_router(module: nn.Module, num_experts: int) -> bool:
+    """It has one kind of weight: [E experts, H hidden]."""
+    shapes = [parameter.shape for parameter in module.parameters() if parameter.dim() == 2]
+    return bool(shapes) and all(shape[0] == num_experts for shape in shapes)
