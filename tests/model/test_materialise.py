@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.experts import shard_experts
+from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import is_owned
 from lightning_afd.placement import Layout
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
@@ -87,3 +89,33 @@ def test_a_module_that_does_not_say_how_it_starts_is_refused() -> None:
         model = tiny()
     with pytest.raises(PlanError, match="reset_parameters"):
         start([copy.deepcopy(model) for _ in range(2)], ONE)
+
+
+class ParentsKnow(nn.Module):
+    """Its hook sets what blocks hold, experts included, as some models of transformers do."""
+
+    def __init__(self, forgets: bool = False) -> None:
+        super().__init__()
+        self.block, self.forgets = tiny(layers=1).layers[0].mlp, forgets
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.block:
+            for parameter in module.parameters():
+                if not getattr(parameter, "_is_hf_initialized", False) and not self.forgets:
+                    nn.init.normal_(parameter)
+
+
+def test_parents_set_what_their_children_hold() -> None:
+    with torch.device("meta"):
+        model, bad = ParentsKnow(), ParentsKnow(forgets=True)
+    parts = []
+    for experts in (range(4), range(2, 4)):
+        own = copy.deepcopy(model)
+        shard_experts(own.block.experts, experts)
+        materialise(own, {own.block.experts: experts}, torch.device("cpu"), 1)
+        parts.append(own.block)
+    assert torch.equal(parts[0].experts.down_proj[2:], parts[1].experts.down_proj)
+    assert torch.equal(parts[0].router.weight, parts[1].router.weight)
+    assert all(parameter.isfinite().all() and parameter.std() > 0 for parameter in parts[0].parameters())
+    with pytest.raises(PlanError, match=r"block\.router\.weight.*does not say how it starts"):
+        materialise(bad, {}, torch.device("cpu"), 1)
