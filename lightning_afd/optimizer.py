@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_afd.model.place import is_owned
+from lightning_afd.model.place import is_owned, speaks_for
 from lightning_afd.transport.base import Collectives
 
 
@@ -29,13 +29,13 @@ class GlobalNorm:
     """(rank, number of the parameter on that rank) of the first gradient that is not finite."""
 
 
-def measure_norm(parameters: Sequence[nn.Parameter], collectives: Collectives, *, counts: bool) -> GlobalNorm:
-    """The norm over all ranks; a rank whose gradients another one holds too passes `counts=False`.
+def measure_norm(parameters: Sequence[nn.Parameter], collectives: Collectives, *, index: int) -> GlobalNorm:
+    """The norm over all ranks; `index` is this rank's number in its group, of which the first counts what all hold.
 
-    One exchange of two numbers per rank. On one rank per A group and on each F rank `counts` is True.
+    One exchange of two numbers per rank.
     """
     squares = _squares(parameters)
-    total = squares.sum().item() if counts else 0.0
+    total = sum(square for p, square in zip(parameters, squares.tolist(), strict=False) if speaks_for(p, index))
     bad = -1
     if not math.isfinite(squares.sum().item()):
         bad = int((~squares.isfinite()).nonzero()[0])

@@ -37,7 +37,7 @@ from lightning_afd.timeline import Timeline
 class AFDStrategy(RankedStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
-    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order, on_nonfinite, timeout. Options of
+    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order and so on. Options of
     Lightning's own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin,
     process_group_backend) are passed on. Raises MisconfigurationException for what cannot work.
     """
@@ -122,6 +122,7 @@ class AFDStrategy(RankedStrategy):
                 micro_batches=config.micro_batches,
                 recompute=config.recompute,
                 recompute_experts=config.recompute_experts,
+                shared_experts=config.shared_experts,
             )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
@@ -190,11 +191,10 @@ class AFDStrategy(RankedStrategy):
             self._accumulating = False
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Lightning's clip by norm, with the one norm of all ranks: dense parameters once, experts of all F ranks."""
+        """Lightning's clip by norm, with the one norm of all ranks: what several hold once, experts of all F ranks."""
         assert self.engine is not None
-        counts = not self.engine.is_attention or self.layout.index_of(self.global_rank) == 0
         parameters = self.driver.parameters
-        norm = measure_norm(parameters, self.engine.collectives, counts=counts)
+        norm = measure_norm(parameters, self.engine.collectives, index=self.layout.index_of(self.global_rank))
         self.grad_norm = norm.value
         if norm.culprit is not None:
             self._refuse_nonfinite(*norm.culprit)

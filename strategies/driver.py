@@ -18,7 +18,7 @@ from lightning_afd.batch import batch_rows, loss_weight, merge_outputs, split_ba
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
-from lightning_afd.model.place import owned_parameters
+from lightning_afd.model.place import is_replicated, owned_parameters
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Recorder
@@ -148,8 +148,8 @@ class Driver:
 
     def _install(self, scale: Tensor, *, last_of_window: Callable[[], bool]) -> None:
         self._stash.install(scale)
-        if self.engine.is_attention and last_of_window():
-            sum_over_replicas(self._parameters, self.engine.collectives)
+        if last_of_window():
+            sum_over_replicas([p for p in self._parameters if is_replicated(p)], self.engine.collectives)
 
 
 def _loss_of(result: Any) -> Tensor:
