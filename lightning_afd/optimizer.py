@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_afd.model.place import is_owned, speaks_for
+from lightning_afd.model.place import is_owned
 from lightning_afd.transport.base import Collectives
 
 
@@ -29,13 +29,15 @@ class GlobalNorm:
     """(rank, number of the parameter on that rank) of the first gradient that is not finite."""
 
 
-def measure_norm(parameters: Sequence[nn.Parameter], collectives: Collectives, *, index: int) -> GlobalNorm:
-    """The norm over all ranks; `index` is this rank's number in its group, of which the first counts what all hold.
+def measure_norm(
+    parameters: Sequence[nn.Parameter], collectives: Collectives, *, counts: Callable[[nn.Parameter], bool]
+) -> GlobalNorm:
+    """The norm over all ranks; of the ranks that hold the same parameter one says that it `counts`.
 
     One exchange of two numbers per rank.
     """
     squares = _squares(parameters)
-    total = sum(square for p, square in zip(parameters, squares.tolist(), strict=False) if speaks_for(p, index))
+    total = sum(square for p, square in zip(parameters, squares.tolist(), strict=False) if counts(p))
     bad = -1
     if not math.isfinite(squares.sum().item()):
         bad = int((~squares.isfinite()).nonzero()[0])

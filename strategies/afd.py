@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
-from lightning_afd.model.place import owned_parameters
+from lightning_afd.model.place import owned_parameters, speaks_for
 from lightning_afd.model.split import MoELayer
 from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
 from lightning_afd.strategies.base import RankedStrategy
@@ -194,7 +195,8 @@ class AFDStrategy(RankedStrategy):
         """Lightning's clip by norm, with the one norm of all ranks: what several hold once, experts of all F ranks."""
         assert self.engine is not None
         parameters = self.driver.parameters
-        norm = measure_norm(parameters, self.engine.collectives, index=self.layout.index_of(self.global_rank))
+        counts = partial(speaks_for, index=self.layout.index_of(self.global_rank))
+        norm = measure_norm(parameters, self.engine.collectives, counts=counts)
         self.grad_norm = norm.value
         if norm.culprit is not None:
             self._refuse_nonfinite(*norm.culprit)
