@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from local_job import Batches, LocalJob, make_batches, micro_batch_loss, plain_step, user_step
-from port_cases import refusal
+from port_cases import CheckpointedLayer, refusal
 from tiny import TinyBlock, TinyMoE, TinyRouter, tiny, tiny_hf
 from torch import Tensor, nn
 
@@ -108,6 +108,15 @@ def test_recompute_gives_the_same_gradients(recompute: str, recompute_experts: b
     model, batches = model_of(), make_batches(1, 2)
     layout = Layout(attention=1, ffn=2, groups=groups)
     job = job_of(model, layout, recompute=recompute, recompute_experts=recompute_experts)
+    for _ in range(2):
+        assert job.step(batches).difference(*plain_step(model, batches)) < TOLERANCE
+
+
+def test_layers_may_checkpoint_themselves() -> None:
+    model, batches = model_of(), make_batches(1, 2)
+    for layer in model.layers:
+        layer.__class__ = CheckpointedLayer
+    job = job_of(model, ONE_TWO)
     for _ in range(2):
         assert job.step(batches).difference(*plain_step(model, batches)) < TOLERANCE
 

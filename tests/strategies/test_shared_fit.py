@@ -9,7 +9,10 @@ import pytest
 import torch
 from cases import join
 from fits import Model, Run, State, owned, tiny_module, worst
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pool import RankPool
+
+from lightning_afd import AFDStrategy
 
 SAVED, STEPS, CLIP = 2, 4, 0.05
 APART = Run(layout="2A+2F", precision="64-true")
@@ -91,3 +94,8 @@ def test_resume_is_bit_exact(ranks: list[tuple[Result, Result]]) -> None:
         assert resumed.norms == through.norms[SAVED:]
         assert all(torch.equal(resumed.weights[name], value) for name, value in through.weights.items())
         assert all(torch.equal(a, b) for a, b in zip(resumed.moments, through.moments, strict=True))
+
+
+def test_unknown_place_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="shared_experts='both': choose 'attention' or 'ffn'"):
+        AFDStrategy(shared_experts="both")
