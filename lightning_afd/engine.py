@@ -17,6 +17,7 @@ from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import (
+    is_replicated,
     keep_attention,
     keep_experts,
     mark_placed,
@@ -27,7 +28,14 @@ from lightning_afd.model.place import (
 from lightning_afd.model.port import Cut, forbid, install
 from lightning_afd.model.recompute import Recompute
 from lightning_afd.model.routing import Router
-from lightning_afd.model.split import MoELayer, decoder_layers, find_moe_layers, wants_router_logits
+from lightning_afd.model.shared import SharedPlace, WithShared
+from lightning_afd.model.split import (
+    MoELayer,
+    decoder_layers,
+    find_moe_layers,
+    wants_router_logits,
+    with_shared_experts,
+)
 from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.runtime import Runtime
@@ -56,6 +64,8 @@ class Plan:
     """What A ranks compute again in backward."""
     recompute_experts: bool = False
     """Whether F ranks keep only the inputs of their experts for backward."""
+    shared_experts: SharedPlace = "attention"
+    """Which ranks compute shared experts: each A rank those of its tokens, or F ranks beside the routed ones."""
     router_logits: bool = False
     """Whether the loss needs the router logits of all layers on A group 0."""
 
@@ -121,7 +131,8 @@ class Engine:
 
         A model that was placed like this before stays as it is; raises PlanError where it was placed otherwise.
         """
-        place = f"rank {self.rank} of {self.plan.layout.describe()}"
+        moved = " with shared experts on F ranks" if self.plan.shared_experts == "ffn" else ""
+        place = f"rank {self.rank} of {self.plan.layout.describe()}{moved}"
         before = placed_at(layers)
         if before is not None and before != place:
             raise PlanError(f"this model was split for {before} and cannot serve {place}: build a new one")
@@ -135,8 +146,8 @@ class Engine:
             keep_experts(root, owned, self._expert_maps(), self.plan.layout.index_of(self.rank))
 
     def materialise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
-        """Collective: give what this rank owns and was made on the meta device its first values, and make the dense
-        parameters of all replicas of a group equal to those of the first one.
+        """Collective: give what this rank owns and was made on the meta device its first values, and make the
+        parameters that all ranks of a group hold equal to those of the first one.
         """
         seed = self.collectives.broadcast_object(torch.initial_seed(), 0)
         assert isinstance(seed, int)
@@ -147,13 +158,14 @@ class Engine:
             maps = self._expert_maps()
             ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
         materialise(root, ids, device, seed)
-        if self.is_attention and self.plan.layout.attention > 1:
+        if len(self.plan.layout.ranks_of(self.worker)) > 1:
             self._equalise(root)
 
     def _equalise(self, root: nn.Module) -> None:
         """A script without a seed starts every rank with other weights: replicas take those of the first one."""
-        tensors = [p.data for _, p in owned_parameters(root)]
-        tensors += [b for b in root.buffers() if b.device.type != "meta" and b.is_floating_point()]
+        tensors = [p.data for _, p in owned_parameters(root) if is_replicated(p)]
+        if self.is_attention:
+            tensors += [b for b in root.buffers() if b.device.type != "meta" and b.is_floating_point()]
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             self.collectives.copy_from_first_replica(flat)
@@ -166,11 +178,15 @@ class Engine:
         if self.is_attention:
             self._role: AttentionRank | FFNRank = self._connect_attention(root, layers, device)
         else:
-            again = self.plan.recompute_experts
-            shards = {index: ExpertShard(layers[index].experts, recompute=again) for index in self._peers.layers}
+            shards = {index: self._shard(layers[index]) for index in self._peers.layers}
             self._undo.append(forbid(decoder_layers(root, layers)))
             self._role = FFNRank(self.link, shards, self._peers)
         self.runtime = Runtime(self.rank, self.worker, self._role.handlers())
+
+    def _shard(self, layer: MoELayer) -> ExpertShard | WithShared:
+        again = self.plan.recompute_experts
+        shard = ExpertShard(layer.experts, recompute=again)
+        return shard if layer.shared is None else WithShared(shard, layer.shared.module, recompute=again)
 
     def _connect_attention(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> AttentionRank:
         peers, several = self._peers, self.plan.layout.groups > 1
@@ -183,7 +199,10 @@ class Engine:
         )
         self._undo += [install(cut, decoder_layers(root, layers)), stub_embeddings(root)]
         maps = self._expert_maps()
-        routers = {index: Router(maps[index], self.plan.layout.ffn, device) for index in peers.layers}
+        routers = {
+            index: Router(maps[index], peers.ffn, device, shared=layers[index].shared is not None)
+            for index in peers.layers
+        }
         return AttentionRank(self.link, cut.host, routers, peers)
 
     def disconnect(self) -> None:
@@ -253,4 +272,4 @@ def make_plan(root: nn.Module, layout: Layout, **choices: Any) -> tuple[Plan, tu
         router_logits=layout.groups > 1 and wants_router_logits(root),
     )
     plan.check()
-    return plan, layers
+    return plan, with_shared_experts(root, layers) if plan.shared_experts == "ffn" else layers

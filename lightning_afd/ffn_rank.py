@@ -5,6 +5,7 @@ The dispatch of layer l and the gradients for it belong to the A ranks of segmen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_afd.model.experts import ExpertShard
+from lightning_afd.model.shared import WithShared
 from lightning_afd.peers import Peers
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
@@ -38,7 +40,7 @@ class _Gathered:
 class FFNRank:
     """State of one F rank during a step, and the handlers of its actions."""
 
-    def __init__(self, link: Link, shards: dict[int, ExpertShard], peers: Peers) -> None:
+    def __init__(self, link: Link, shards: Mapping[int, ExpertShard | WithShared], peers: Peers) -> None:
         self._link = link
         self._shards = shards
         self._peers = peers

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.gradients import sum_over_replicas
-from lightning_afd.model.place import owned_parameters
+from lightning_afd.model.place import is_replicated
 from lightning_afd.model.split import find_moe_layers
 from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.segments import UserStep
@@ -112,9 +112,8 @@ class LocalJob:
         return self.network.run([lambda rank=rank: function(rank) for rank in range(self.layout.world)])  # type: ignore[misc]
 
     def _sum_replicas(self, rank: int) -> None:
-        if self.engines[rank].is_attention:
-            own = [p for _, p in owned_parameters(self.models[rank])]
-            sum_over_replicas(own, self.engines[rank].collectives)
+        replicated = [p for p in self.models[rank].parameters() if is_replicated(p)]
+        sum_over_replicas(replicated, self.engines[rank].collectives)
 
 
 def gradients_of(model: nn.Module) -> Gradients:
@@ -123,10 +122,14 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def join_gradients(whole: nn.Module, layout: Layout, parts: Sequence[Gradients], replica: int) -> Gradients:
-    """The gradients of one A rank and of all experts, in the shapes of the whole model; `parts` are by rank."""
+    """The gradients of one A rank and of all experts, in the shapes of the whole model; `parts` are by rank.
+
+    Those of shared experts on F ranks are taken from one of them.
+    """
     grads: Gradients = {}
     for group in range(layout.groups):
         grads |= parts[layout.ranks_of(Worker("A", group))[replica]]
+        grads |= parts[layout.ranks_of(Worker("F", group))[replica % layout.ffn]]
     for layer in find_moe_layers(whole):
         expert_map = ExpertMap.contiguous(layer.num_experts, layout.ffn)
         order = torch.tensor([e for index in range(layout.ffn) for e in expert_map.rank_to_experts(index)])
@@ -134,6 +137,7 @@ def join_gradients(whole: nn.Module, layout: Layout, parts: Sequence[Gradients],
         for name in (name for name, p in whole.named_parameters() if id(p) in mine):
             ranks = layout.ranks_of(Worker("F", layer.index % layout.groups))
             shards = [parts[rank][name] for rank in ranks if name in parts[rank]]
+            grads.pop(name, None)
             if len(shards) == layout.ffn:
                 grads[name] = torch.cat(shards)[order.argsort()]
     return grads

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 
 from lightning_afd.errors import AFDError
 from lightning_afd.model.port import suspended_layers
+from lightning_afd.model.shared import PLACES
 from lightning_afd.placement import Layout
 from lightning_afd.recipes.local_job import Batches, Gradients, LocalJob, plain_step
 from lightning_afd.recipes.tiny_models import build, moe_models
@@ -65,16 +67,16 @@ class Finding:
         return f"{self.model}: {self.verdict}, {self.layers} MoE layers, {self.difference:.1e} in {self.dtype}"
 
 
-def survey(models: Iterable[str], layout: Layout, report: Callable[[Finding], None]) -> list[Finding]:
-    """Try the models one after another."""
+def survey(models: Iterable[str], layout: Layout, report: Callable[[Finding], None], **choices: Any) -> list[Finding]:
+    """Try the models one after another; `choices` are further fields of Plan."""
     findings = []
     for model_type in models:
-        findings.append(examine(model_type, layout))
+        findings.append(examine(model_type, layout, **choices))
         report(findings[-1])
     return findings
 
 
-def examine(model_type: str, layout: Layout) -> Finding:
+def examine(model_type: str, layout: Layout, **choices: Any) -> Finding:
     """Build one model tiny, train it for a step whole and split over `layout`, and compare."""
     batches = text_batches(layout.attention)
     try:
@@ -82,7 +84,7 @@ def examine(model_type: str, layout: Layout) -> Finding:
     except Exception as error:  # whatever a model's own code raises
         return Finding(model=model_type, verdict="not built", reason=_one_line(error))
     try:
-        job = LocalJob(model, layout, micro_batches=len(batches[0]), loss=language_loss)
+        job = LocalJob(model, layout, micro_batches=len(batches[0]), loss=language_loss, **choices)
         outcome = job.step(batches)
     except AFDError as error:
         return Finding(model=model_type, verdict="refused", reason=_one_line(error))
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="model types of transformers; all Mixture-of-Experts ones by default")
     parser.add_argument("--short", action="store_true", help="a few models that differ in how they are split")
     parser.add_argument("--groups", type=int, nargs="+", default=[1], choices=(1, 2), help="groups per role to try")
+    parser.add_argument("--shared-experts", choices=PLACES, default="attention", help="which ranks compute them")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
     _quiet()
@@ -164,7 +167,8 @@ def main() -> None:
     tried = []
     for groups in arguments.groups:
         layout = Layout(attention=2 if groups == 1 else 1, ffn=2, groups=groups)
-        tried.append(survey(models, layout, lambda finding: _say(str(finding))))
+        place = arguments.shared_experts
+        tried.append(survey(models, layout, lambda finding: _say(str(finding)), shared_experts=place))
         _say(f"{layout.describe()}: {summary(tried[-1])}")
     if arguments.markdown:
         arguments.markdown.write_text(table(*tried))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class AFDStrategy(RankedStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
-    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order, on_nonfinite, timeout. Options of
+    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order and so on. Options of
     Lightning's own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin,
     process_group_backend) are passed on. Raises MisconfigurationException for what cannot work.
 
@@ -154,6 +154,7 @@ class AFDStrategy(RankedStrategy):
                 micro_batches=config.micro_batches,
                 recompute=config.recompute,
                 recompute_experts=config.recompute_experts,
+                shared_experts=config.shared_experts,
             )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
+from lightning_afd.model.shared import PLACES, SharedPlace
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import ORDERS
@@ -31,6 +32,11 @@ class AFDConfig:
     """What A ranks compute again in backward: "none", "attention" (all but experts and routers) or "full" layers."""
     recompute_experts: bool = False
     """Whether F ranks keep only the inputs of their experts for backward."""
+    shared_experts: SharedPlace = "attention"
+    """Where experts that all tokens visit are computed: on "attention" ranks, or on "ffn" ranks beside the routed ones.
+
+    On "ffn" each token's are computed by one of the F ranks that it visits, and every F rank of a group holds them.
+    """
     on_nonfinite: Literal["error", "skip"] = "error"
     """A gradient that is not finite on any rank ends the job and is named, or nobody makes the step.
 
@@ -44,6 +50,8 @@ class AFDConfig:
             raise MisconfigurationException(f"order={self.order!r}: choose one of {', '.join(ORDERS)}")
         if self.recompute not in CHOICES:
             raise MisconfigurationException(f"recompute={self.recompute!r}: choose one of {', '.join(CHOICES)}")
+        if self.shared_experts not in PLACES:
+            raise MisconfigurationException(f"shared_experts={self.shared_experts!r}: choose 'attention' or 'ffn'")
         if self.on_nonfinite not in ("error", "skip"):
             raise MisconfigurationException(f"on_nonfinite={self.on_nonfinite!r}: choose 'error' or 'skip'")
         if self.micro_batches < 1:

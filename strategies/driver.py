@@ -16,7 +16,7 @@ from lightning_afd.batch import batch_rows, loss_weight, merge_outputs, split_ba
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
-from lightning_afd.model.place import owned_parameters
+from lightning_afd.model.place import is_replicated, owned_parameters
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.seeds import Seeds
@@ -160,8 +160,8 @@ class Driver:
 
     def _install(self, loss_scale: float, last_of_window: Callable[[], bool], scale: Tensor) -> None:
         self._stash.install(scale / loss_scale)
-        if self.engine.is_attention and last_of_window():
-            sum_over_replicas(self._parameters, self.engine.collectives)
+        if last_of_window():
+            sum_over_replicas([p for p in self._parameters if is_replicated(p)], self.engine.collectives)
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_afd.engine import Engine
-from lightning_afd.model.place import owned_parameters
+from lightning_afd.model.place import owned_parameters, speaks_for
 from lightning_afd.optimizer import clip_by_norm, measure_norm
 from lightning_afd.strategies.scaler import active_scaler
 
@@ -51,7 +51,7 @@ class GradientNorm:
         self._check_once()
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """The one norm of all ranks: dense parameters once, experts of all F ranks."""
+        """The one norm of all ranks: what several hold once, experts of all F ranks."""
         clip_by_norm(self._parameters, self._measure(), float(clip_val))
 
     def _clip_by_value(self, original: Any, optimizer: Optimizer, clip_val: float) -> None:
@@ -65,7 +65,7 @@ class GradientNorm:
 
     def _measure(self) -> float:
         engine = self._engine
-        counts = not engine.is_attention or engine.plan.layout.index_of(engine.rank) == 0
+        counts = partial(speaks_for, index=engine.plan.layout.index_of(engine.rank))
         norm = measure_norm(self._parameters, engine.collectives, counts=counts)
         self.value, self._measured = norm.value, True
         if norm.culprit is not None and active_scaler(self._precision) is None:

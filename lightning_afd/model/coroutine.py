@@ -40,6 +40,8 @@ class Segment:
     """Whether the layer is suspended at its experts instead of behind itself."""
     wire_dtype: torch.dtype | None = None
     """Dtype in which x travels under autocast; None: as it is."""
+    probed: bool = False
+    """Whether this was the layer's first call, in which what stands for its shared experts is differentiated."""
     with_grad: bool = True
     """Whether autograd recorded what led to the experts."""
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -39,6 +39,11 @@ def uses_copies(segments: Sequence[Segment]) -> list[int]:
     ]
 
 
+def leaves_of(tensors: Iterable[Tensor]) -> set[Tensor]:
+    """The leaves that these tensors were computed from."""
+    return set(_walk(tensors)[1])
+
+
 def _walk(ends: Iterable[Tensor]) -> tuple[set[Node], list[Tensor]]:
     """The operations and the leaves that lead to these tensors."""
     leaves: dict[Node, Tensor] = {}

@@ -27,6 +27,16 @@ def is_foreign(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "afd_foreign", False))
 
 
+def is_replicated(parameter: Tensor) -> bool:
+    """Whether all ranks of this rank's group train the same parameter, so that its gradients have to be added."""
+    return is_owned(parameter) and bool(getattr(parameter, "afd_replicated", False))
+
+
+def speaks_for(parameter: Tensor, index: int) -> bool:
+    """Whether rank number `index` of a group counts and saves a parameter: of a replicated one only the first does."""
+    return is_owned(parameter) and (index == 0 or not is_replicated(parameter))
+
+
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters that this rank trains."""
     return ((name, parameter) for name, parameter in root.named_parameters() if is_owned(parameter))
@@ -50,18 +60,26 @@ def keep_attention(root: nn.Module, decoder: Sequence[DecoderLayer], segments: S
     for layer in decoder:
         if layer.moe is not None:
             _to_meta(layer.moe.experts)
+            if layer.moe.shared is not None:
+                _to_meta(layer.moe.shared.module)
         if layer.segment not in segments:
             _to_meta(layer.layer)
     tail = sum(layer.moe is not None for layer in decoder)
     if tail not in segments:
         _only_copies_outside(root, decoder)
+    _mark_replicated(parameter for _, parameter in owned_parameters(root))
 
 
 def keep_experts(root: nn.Module, owned: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> None:
-    """Make F rank number `index` of a group of this process: only its own experts of the group's layers stay."""
+    """Make F rank number `index` of a group of this process: only its own experts of the group's layers stay.
+
+    Shared experts that F ranks compute stay on all of them.
+    """
     for layer in owned:
         shard_experts(layer.experts, expert_maps[layer.index].rank_to_experts(index))
-    _to_meta(root, keep={id(parameter) for layer in owned for parameter in layer.experts.parameters()})
+    shared = [p for layer in owned if layer.shared is not None for p in layer.shared.module.parameters()]
+    _mark_replicated(shared)
+    _to_meta(root, keep={id(p) for p in (*shared, *(p for layer in owned for p in layer.experts.parameters()))})
 
 
 def stub_embeddings(root: nn.Module) -> Callable[[], None]:
@@ -92,6 +110,11 @@ def placed_at(layers: Iterable[MoELayer]) -> str | None:
     """Where these layers were placed before; None for a whole model."""
     marks = [mark.place for layer in layers if (mark := mark_of(layer.experts)) is not None]
     return marks[0] if marks else None
+
+
+def _mark_replicated(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.afd_replicated = True  # type: ignore[attr-defined]
 
 
 def _only_copies_outside(root: nn.Module, decoder: Sequence[DecoderLayer]) -> None:

@@ -36,6 +36,7 @@ from lightning_afd.model.probe import (
     uses_logits,
 )
 from lightning_afd.model.recompute import Recompute, heavy_parts, recomputed
+from lightning_afd.model.shared_port import SharedPort
 from lightning_afd.model.split import DecoderLayer, MoELayer
 
 
@@ -72,6 +73,8 @@ class Port:
         self._name = layer.name
         self._index = layer.index
         self._forward = layer.experts.forward
+        self.may_suspend = cut.may_suspend_inside and layer.shared is None
+        """Whether the layer may wait at its experts, where it is not additive."""
         self.additive: bool | None = None
         """Whether the layer's output is base + experts; None as long as nobody has looked."""
         self.chained = False
@@ -97,7 +100,7 @@ class Port:
             return torch.zeros_like(x_TH)
         coroutine = host.require(f"the experts of {self._name}")
         segment = self._record(coroutine.segment, x_TH, idx_TK, w_TK)
-        if self.additive is not True and self._cut.may_suspend_inside and coroutine.may_suspend():
+        if self.additive is not True and self.may_suspend and coroutine.may_suspend():
             segment.inside = True
             segment.y_TH = coroutine.suspend(f"the experts of {self._name}", x_TH.shape)
             return segment.y_TH
@@ -131,10 +134,11 @@ class Port:
 class Boundary:
     """The `forward` of a decoder layer with experts that this A group owns."""
 
-    def __init__(self, cut: Cut, layer: MoELayer, port: Port) -> None:
+    def __init__(self, cut: Cut, layer: MoELayer, port: Port, shared: SharedPort | None = None) -> None:
         self._cut = cut
         self._layer = layer
         self._port = port
+        self._shared = shared
         forward = layer.layer.forward
         self._original = recomputed(forward) if cut.recompute == "full" else forward
 
@@ -146,6 +150,8 @@ class Boundary:
         segment.base = hidden_of(out)
         segment.chained = self._port.chained
         self._check(segment)
+        if self._shared is not None and segment.w_TK is not None:
+            segment.w_TK = self._shared.add_weight(segment.w_TK)
         if segment.inside:
             h = segment.base.detach()
             h = h.requires_grad_() if torch.is_grad_enabled() else h
@@ -172,7 +178,7 @@ class Boundary:
         if self._port.additive is not None:
             return self._original(*args, **kwargs)
         grad, segment = torch.is_grad_enabled(), coroutine.segment
-        if self._cut.may_suspend_inside and grad is False:
+        if self._port.may_suspend and grad is False:
             return self._original(*args, **kwargs)
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = tree_map_only(Tensor, normal, (args, kwargs))
@@ -203,8 +209,11 @@ class Boundary:
             raise PlanError(
                 f"{self._layer.name} is not additive: its output is not (rest of the layer) + (routed experts), the "
                 f"derivative with respect to the experts differs from the identity by {error:.3g}; such a layer is "
-                "suspended at its experts, which needs groups=1 and no activation checkpointing around the experts"
+                "suspended at its experts, which needs groups=1, no activation checkpointing around the experts and "
+                "shared_experts='attention'"
             )
+        if self._shared is not None:
+            self._shared.probe(segment, out, list(self._layer.layer.parameters()))
 
 
 class Foreign:
@@ -275,15 +284,19 @@ def install(cut: Cut, decoder: Sequence[DecoderLayer]) -> Callable[[], None]:
         if layer.segment not in cut.segments:
             undo.append(patch_forward(layer.layer, Foreign(cut, layer)))
         elif layer.moe is not None:
-            port = Port(cut, layer.moe)
+            port, shared = Port(cut, layer.moe), None
+            if layer.moe.shared is not None:
+                shared = SharedPort(cut.host, layer.name, layer.moe.shared)
+                undo += [shared.install(), patch_forward(layer.moe.shared.module, shared)]
             for module in beside_experts(layer.moe):
                 # First of all hooks: those that collect router logits shall see the leaf, also where they are older.
                 undo.append(module.register_forward_hook(_LogitsLeaf(cut, layer.moe), prepend=True).remove)
-            undo.append(patch_forward(layer.layer, Boundary(cut, layer.moe, port)))
+            undo.append(patch_forward(layer.layer, Boundary(cut, layer.moe, port, shared)))
             undo.append(patch_forward(layer.moe.experts, port))
             if cut.recompute == "attention":
                 parts = heavy_parts(layer.layer, layer.moe.experts, layer.moe.num_experts)
-                undo += [patch_forward(part, recomputed(part.forward)) for part in parts]
+                mine = [part for part in parts if not isinstance(part.forward, SharedPort)]
+                undo += [patch_forward(part, recomputed(part.forward)) for part in mine]
     return lambda: [step() for step in undo] and None
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.coroutine import Segment
+from lightning_afd.model.graph import leaves_of
 from lightning_afd.model.split import DecoderLayer
 
 
@@ -35,20 +36,29 @@ def hidden_of(out: Any) -> Tensor:
     return hidden
 
 
-def distance_from_identity(base: Tensor, returned_TH: Tensor) -> float:
-    """How far d base / d returned is from the identity, along one fixed direction.
+def direction_of(tensor: Tensor) -> Tensor:
+    """One fixed direction for derivatives of a tensor of this many elements."""
+    return torch.arange(tensor.numel(), device=tensor.device).cos().reshape(tensor.shape).to(tensor.dtype)
 
-    Infinite where the derivative itself depends on something trainable, such as a scale that is 1 at the start.
+
+def distance_from_identity(base: Tensor, returned_TH: Tensor, factor_T1: Tensor | None = None) -> float:
+    """How far d base / d returned is from the identity, or from one factor per token, along one fixed direction.
+
+    Infinite where the derivative depends on something trainable, such as a scale that is 1 at the start, of which the
+    factor does not depend.
     """
-    v = torch.arange(base.numel(), device=base.device).cos().reshape(base.shape).to(base.dtype)
+    v = direction_of(base)
     if not base.requires_grad:
         return 1.0
     got = torch.autograd.grad(base, returned_TH, v, create_graph=True, allow_unused=True)[0]
     if got is None:
         return 1.0
-    if got.numel() != v.numel() or got.requires_grad:
+    factors = [] if factor_T1 is None else [factor_T1]
+    if got.numel() != v.numel() or leaves_of([got]) - leaves_of(factors):
         return float("inf")
-    return (got.reshape(-1).float() - v.reshape(-1).float()).abs().max().item() if v.numel() else 0.0
+    want_TH = v.reshape(-1, v.shape[-1])
+    want_TH = want_TH if factor_T1 is None else want_TH * factor_T1.detach()
+    return (got.detach().reshape(-1).float() - want_TH.reshape(-1).float()).abs().max().item() if v.numel() else 0.0
 
 
 def other_uses(out: Any, returned_TH: Tensor) -> float:

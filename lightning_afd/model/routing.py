@@ -22,7 +22,10 @@ class Route:
     token_C: Tensor
     """Token of each copy (int64); copies of F rank 0 come first, in token order."""
     idx_CK: Tensor
-    """Local expert ids of the copy's F rank, -1 for slots that belong to other ranks (int32)."""
+    """Local expert ids of the copy's F rank, -1 for slots that belong to other ranks (int32).
+
+    Where F ranks compute shared experts a slot follows: 0 where this copy's rank does so for the token, else -1.
+    """
     counts: tuple[int, ...]
     """Copies per F rank."""
 
@@ -43,11 +46,15 @@ class Route:
 
 
 class Router:
-    """Routes by one expert map; the tables live on the device of the tokens."""
+    """Routes by one expert map; the tables live on the device of the tokens.
 
-    def __init__(self, expert_map: ExpertMap, ranks: int, device: torch.device) -> None:
+    With `shared` one of the F ranks that a token visits computes its shared experts, too: they take turns.
+    """
+
+    def __init__(self, expert_map: ExpertMap, ranks: int, device: torch.device, *, shared: bool = False) -> None:
         self.device = device
         self._ranks = ranks
+        self._shared = shared
         self._owner_E = torch.tensor(expert_map.expert_to_rank, device=device)
         self._local_E = torch.tensor(expert_map.local_ids(), dtype=torch.int32, device=device)
 
@@ -60,7 +67,15 @@ class Router:
         rank_C, token_C = hit_NT.nonzero(as_tuple=True)
         own_CK = owner_TK[token_C] == rank_C[:, None]
         idx_CK = torch.where(own_CK, self._local_E[idx_TK[token_C]], -1)
+        if self._shared:
+            idx_CK = torch.cat([idx_CK, _turns(hit_NT)[rank_C, token_C, None]], 1)
         return Route(tokens, token_C, idx_CK, tuple(hit_NT.sum(1).tolist()))
+
+
+def _turns(hit_NT: Tensor) -> Tensor:
+    """0 where a rank is the one of those hit by the token whose turn it is, token t's number t mod their count."""
+    turn_T = torch.arange(hit_NT.shape[1], device=hit_NT.device) % hit_NT.sum(0).clamp_min(1)
+    return torch.where(hit_NT.cumsum(0) - 1 == turn_T, 0, -1).int()
 
 
 def empty_route(ranks: int, device: torch.device) -> Route:

@@ -12,13 +12,14 @@ in the order of execution, dense layers included. Experts must follow the contra
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.compiled import refuse_compiled, refuse_compiled_routers
 from lightning_afd.model.experts import check_experts, is_experts
+from lightning_afd.model.shared import INSTEAD, SharedExperts, find_shared
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +38,8 @@ class MoELayer:
     """E, routed experts of this layer."""
     top_k: int
     """K, experts per token; 0 where the layer does not say."""
+    shared: SharedExperts | None = None
+    """Its shared experts, where F ranks compute them."""
 
 
 def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
@@ -63,6 +66,23 @@ def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
         _check_one_stack(layers)
     _check_top_k(layers.values())
     return tuple(layers.values())
+
+
+def with_shared_experts(root: nn.Module, layers: Sequence[MoELayer]) -> tuple[MoELayer, ...]:
+    """The layers with their shared experts, for F ranks; raises PlanError where none has any, or F ranks can't."""
+    found = tuple(replace(layer, shared=find_shared(layer.name, layer.layer, layer.experts)) for layer in layers)
+    moved = [layer for layer in found if layer.shared is not None]
+    if not moved:
+        raise PlanError("shared_experts='ffn': this model has none, no layer has a module of that name")
+    inside = {id(module) for layer in moved for module in layer.shared.module.modules()}  # type: ignore[union-attr]
+    elsewhere = {id(p) for module in root.modules() if id(module) not in inside for p in module._parameters.values()}
+    seen: set[int] = set()
+    for layer in moved:
+        mine = {id(parameter) for parameter in layer.shared.module.parameters()}  # type: ignore[union-attr]
+        if mine & (elsewhere | seen):
+            raise PlanError(f"the shared experts of {layer.name} are tied to parameters outside of them: {INSTEAD}")
+        seen |= mine
+    return found
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +28,14 @@ def on_meta(name: str) -> nn.Module:
         return AutoModelForCausalLM.from_config(hf_config(name), experts_implementation="eager")
 
 
-def start(models: list[nn.Module], layout: Layout) -> list[dict[str, Tensor]]:
+def start(models: list[nn.Module], layout: Layout, **choices: Any) -> list[dict[str, Tensor]]:
     """What each rank holds after placing and materialising its copy."""
     network = LocalNetwork(layout)
 
     def run(rank: int) -> dict[str, Tensor]:
         model = models[rank]
         transport = LocalTransport(network, rank)
-        plan, layers = make_plan(model, layout, order="af-pipe", micro_batches=2)
+        plan, layers = make_plan(model, layout, order="af-pipe", micro_batches=2, **choices)
         engine = Engine(plan, rank, transport, transport)
         engine.place(model, layers)
         engine.materialise(model, layers, torch.device("cpu"))
@@ -66,6 +67,22 @@ def test_first_values_do_not_depend_on_the_layout(name: str) -> None:
     torch.manual_seed(4)
     other = whole(start([copy.deepcopy(model) for _ in range(2)], ONE))
     assert not torch.equal(other["model.embed_tokens.weight"], want["model.embed_tokens.weight"])
+
+
+def test_shared_experts_start_equal_on_all_ffn_ranks_whatever_the_script_does() -> None:
+    layout, model = Layout(attention=1, ffn=2), on_meta("deepseek_v3")
+    torch.manual_seed(3)
+    want = whole(start([copy.deepcopy(model) for _ in range(2)], ONE))
+    for models in (
+        [copy.deepcopy(model) for _ in range(3)],
+        [tiny(seed=rank, shared_expert=True) for rank in range(3)],
+    ):
+        torch.manual_seed(3)
+        parts = start(models, layout, shared_experts="ffn")
+        shared = [name for name in parts[1] if ".shared" in name]
+        assert shared and not any(name in parts[0] for name in shared)
+        assert all(torch.equal(parts[1][name], parts[2][name]) for name in shared)
+        assert all(name not in want or torch.equal(parts[1][name], want[name]) for name in shared)
 
 
 def test_replicas_of_a_script_without_a_seed_start_equal() -> None:

@@ -94,3 +94,21 @@ def test_empty_route_has_a_message_for_each_rank() -> None:
 def test_unknown_expert_is_an_error() -> None:
     with pytest.raises(IndexError):
         Router(ExpertMap((0, 1)), 2, CPU).route(torch.tensor([[2]]))
+
+
+@given(cases())
+def test_one_of_the_ranks_that_a_token_visits_computes_its_shared_experts(case: tuple[ExpertMap, int, Tensor]) -> None:
+    expert_map, ranks, idx_TK = case
+    plain, route = (Router(expert_map, ranks, CPU, shared=shared).route(idx_TK) for shared in (False, True))
+    assert torch.equal(route.token_C, plain.token_C) and route.counts == plain.counts
+    assert torch.equal(route.idx_CK[:, :-1], plain.idx_CK) and route.idx_CK.dtype == torch.int32
+    marks_C = route.idx_CK[:, -1]
+    assert set(marks_C.tolist()) <= {0, -1}
+    assert sorted(route.token_C[marks_C == 0].tolist()) == list(range(route.tokens))
+
+
+def test_ffn_ranks_take_turns_with_shared_experts() -> None:
+    idx_TK = torch.randint(0, 16, (4000, 4), generator=torch.Generator().manual_seed(0))
+    route = Router(ExpertMap.contiguous(16, 4), 4, CPU, shared=True).route(idx_TK)
+    computed = [int((part[:, -1] == 0).sum()) for part in route.split(route.idx_CK)]
+    assert sum(computed) == 4000 and max(computed) < 1.1 * 1000
