@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.hub_model import with_hub_entry
 from lightning_afd.model.place import owned_parameters
 from lightning_afd.model.split import MoELayer
 from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
@@ -247,7 +248,7 @@ class AFDStrategy(RankedStrategy):
         if self._failed:
             rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
         else:
-            self._checkpoints.save(checkpoint, filepath)
+            self._checkpoints.save(with_hub_entry(checkpoint, self.lightning_module), filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_afd.errors import PlanError
 from lightning_afd.model.experts import is_experts
 from lightning_afd.model.hub_folder import HubFolder
-from lightning_afd.model.materialise import is_lazy
+from lightning_afd.model.place import is_foreign
 from lightning_afd.model.split import num_experts_of
 
 if TYPE_CHECKING:
@@ -71,9 +71,13 @@ def _configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
 
     if not (path / "config.json").is_file():
         raise PlanError(f"{path} is no Hugging Face folder: it has no config.json")
-    config, unused = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **overrides)
+    fields, told = dict(overrides), AutoConfig.from_pretrained(path)
+    model_type = fields.pop("model_type", told.model_type)
+    if model_type != told.model_type:
+        raise PlanError(f"{path} holds a model of type {told.model_type}, but {model_type} is asked for")
+    config, unused = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **fields)
     if unused:
-        raise PlanError(f"{', '.join(unused)}: not in the configuration of a {config.model_type} model")
+        raise PlanError(f"{', '.join(unused)}: not in the configuration of a {model_type} model")
     if getattr(config, "quantization_config", None) is not None:
         raise PlanError(
             f"{path} holds quantised weights, which can't be trained: dequantise them with transformers, and save them"
@@ -106,9 +110,13 @@ def load_pretrained(root: nn.Module, expert_ids: ExpertIds, device: torch.device
     """
     for model in root.modules():
         pretrained = getattr(model, "afd_pretrained", None)
-        if pretrained is not None and any(is_lazy(tensor) for tensor in model.state_dict(keep_vars=True).values()):
+        if pretrained is not None and any(_is_lazy(tensor) for tensor in model.state_dict(keep_vars=True).values()):
             with HubFolder(pretrained.folder) as files:
                 _Loader(model, files, expert_ids, device).load(pretrained.sources)
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return tensor.is_meta and not is_foreign(tensor)
 
 
 class _Loader:
@@ -130,7 +138,7 @@ class _Loader:
                         self._fill(name, tensor)
 
     def _wants(self, name: str) -> bool:
-        return name in self._state and is_lazy(self._state[name])
+        return name in self._state and _is_lazy(self._state[name])
 
     def _readers(self, source: Source) -> dict[str, list[Callable[[], Tensor]]]:
         target = source.targets[0]

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+HUB = "hub"
+"""Key of `hub_entry` in a checkpoint."""
+
+
 def transformers_models(root: nn.Module) -> dict[str, PreTrainedModel]:
     """The outermost transformers models of a module, by their qualified names."""
     from transformers import PreTrainedModel
@@ -37,6 +41,14 @@ def hub_entry(root: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
     """
     models = {name: _described(model) for name, model in transformers_models(root).items()}
     return {"models": models, "tokenizer": _tokenizer_files(tokenizer)}
+
+
+def with_hub_entry(checkpoint: dict[str, Any], module: Any) -> dict[str, Any]:
+    """The checkpoint of a LightningModule with its `hub_entry` as "hub"; its own or its datamodule's `tokenizer`."""
+    if HUB in checkpoint:
+        return checkpoint
+    tokenizer = getattr(module, "tokenizer", None) or getattr(module.trainer.datamodule, "tokenizer", None)
+    return {**checkpoint, HUB: hub_entry(module, tokenizer)}
 
 
 def _tokenizer_files(tokenizer: Any) -> dict[str, str]:

@@ -26,8 +26,8 @@ def materialise(
     """
     tied: dict[int, nn.Parameter] = {}
     for name, module in root.named_modules():
-        lazy = [key for key, p in module._parameters.items() if p is not None and is_lazy(p)]
-        buffers = [key for key, b in module._buffers.items() if b is not None and is_lazy(b)]
+        lazy = [key for key, p in module._parameters.items() if p is not None and _is_lazy(p)]
+        buffers = [key for key, b in module._buffers.items() if b is not None and _is_lazy(b)]
         fresh = [key for key in lazy if id(module._parameters[key]) not in tied]
         for key in lazy:
             _give_storage(module, key, tied, device)
@@ -44,11 +44,10 @@ def materialise(
 
 def has_lazy(root: nn.Module) -> bool:
     """Whether anything of `root` that this rank owns is still on the meta device."""
-    return any(is_lazy(tensor) for tensor in (*root.parameters(), *root.buffers()))
+    return any(_is_lazy(tensor) for tensor in (*root.parameters(), *root.buffers()))
 
 
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether this rank owns a tensor that has no storage yet."""
+def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "meta" and not is_foreign(tensor)
 
 
