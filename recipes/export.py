@@ -16,9 +16,22 @@ if TYPE_CHECKING:
     from lightning_afd.model.hub_export import TensorSource
 
 
+PATHS = ("ckpt", "out", "config")
+
+
 def main() -> None:
     """Compose and run what the command line asks for."""
+    sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
     compose(_job, "export")
+
+
+def quoted(argument: str) -> str:
+    """Quote a path for Hydra: names of checkpoints hold an = ("step=300-val_loss=2.100.ckpt")."""
+    key, equals, value = argument.partition("=")
+    if key not in PATHS or not equals or value[:1] in ("", "'", '"'):
+        return argument
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 def _job(config: DictConfig) -> None:
