@@ -17,8 +17,9 @@ from lightning_afd import from_pretrained
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
 from lightning_afd.model import hub_folder
+from lightning_afd.model.experts import shard_experts
 from lightning_afd.model.hub_import import load_pretrained
-from lightning_afd.model.place import is_owned
+from lightning_afd.model.place import is_owned, mark_placed
 from lightning_afd.model.split import find_moe_layers
 from lightning_afd.placement import Layout
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
@@ -132,21 +133,25 @@ def test_each_rank_reads_its_own_tensors_only(
     reads = Reads(monkeypatch)
     model = on_meta(tmp_path)
     assert not reads.take()
-    read = []
-    monkeypatch.setattr(
-        "lightning_afd.engine.load_pretrained", lambda *args: (load_pretrained(*args), read.append(reads.take()))
-    )
-    start(model, layout)
+    by_model: dict[int, Counter[str]] = {}
+
+    def load(root: Any, *args: Any) -> None:
+        load_pretrained(root, *args)
+        by_model[id(root)] = reads.take()
+
+    monkeypatch.setattr("lightning_afd.engine.load_pretrained", load)
+    read = [by_model[id(part)] for part in start(model, layout)]
     attention, ffn = read[: layout.groups], read[layout.groups :]
     assert all(experts.isdisjoint(rank) for rank in attention)
-    assert all(set(rank) <= experts and 0 < sum(rank.values()) for rank in ffn)
+    assert all(set(rank) <= experts for rank in ffn)
     copies = {"model.norm.weight"} if layout.groups > 1 else set()  # group 1 has an untrained one
-    twice = sum((rank for rank in read), Counter())
-    assert {key: count for key, count in twice.items() if key not in copies} == {
-        key: size for key, size in on_disk.items() if key not in copies
+    together = sum(read, Counter[str]())
+    assert {k: n for k, n in together.items() if k not in copies} == {
+        k: n for k, n in on_disk.items() if k not in copies
     }
-    sizes = [sum(rank.values()) for rank in ffn]
-    assert sizes[0] == sizes[1] and sizes[0] * 2 * layout.groups == pytest.approx(sum(sizes), rel=0.5)
+    for group in range(layout.groups):  # 4 experts on 2 F ranks
+        first, second = (sum(rank.values()) for rank in ffn[2 * group : 2 * group + 2])
+        assert first == second > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -155,9 +160,6 @@ def test_any_experts_in_any_order(tmp_path: Path, name: str) -> None:
     want.save_pretrained(tmp_path)
     model, ids = on_meta(tmp_path), [3, 0, 1]
     layers = find_moe_layers(model)
-    from lightning_afd.model.experts import shard_experts
-    from lightning_afd.model.place import mark_placed
-
     mark_placed(layers, "here")
     for layer in layers:
         shard_experts(layer.experts, ids)
@@ -226,7 +228,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, meta: bool) -> None:
         return on_meta(tmp_path, **options) if meta else from_pretrained(tmp_path, **options)
 
     whole_model("qwen3_moe").save_pretrained(tmp_path)
-    with pytest.raises(PlanError, match=r"embed_tokens\.weight has the shape \[64, 32\] in the folder, and \[65, 32\]"):
+    with pytest.raises(PlanError, match=r"lm_head\.weight has the shape \[64, 32\] in the folder, and \[65, 32\]"):
         make(vocab_size=65)
     with pytest.raises(PlanError, match=r"unexpected model\.layers\.0\.mlp\.experts\.3\.\w+\.weight"):
         make(num_experts=3)
