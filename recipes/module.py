@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_afd import from_pretrained
+from lightning_afd.model.hub_import import from_pretrained
 from lightning_afd.model.hub_model import with_hub_entry
 
 Batch = dict[str, torch.Tensor]
