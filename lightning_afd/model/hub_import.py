@@ -34,9 +34,9 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """The model of a Hugging Face folder, in train mode, to be called in `configure_model`.
 
-    Under a strategy that makes the tensors of `configure_model` on the meta device the weights come after the split,
-    and each rank reads its own only; elsewhere they are loaded here and now. `dtype` is as in transformers: "auto" is
-    that of the folder. `model_class` is AutoModelForCausalLM by default; `overrides` are attn_implementation,
+    Where tensors are made on the meta device, as strategy afd does around `configure_model`, the weights come after the
+    split, and each rank reads its own only; elsewhere they are loaded here and now. `dtype` is as in transformers:
+    "auto" is that of the folder. `model_class` is AutoModelForCausalLM by default; `overrides` are attn_implementation,
     experts_implementation and fields of the configuration. Raises PlanError for weights that are missing, unexpected or
     of another shape, and for quantised ones.
     """

@@ -44,8 +44,11 @@ def hub_entry(root: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
 
 
 def with_hub_entry(checkpoint: dict[str, Any], module: Any) -> dict[str, Any]:
-    """The checkpoint of a LightningModule with its `hub_entry` as "hub"; its own or its datamodule's `tokenizer`."""
-    if HUB in checkpoint:
+    """The checkpoint of a LightningModule with its `hub_entry`, on the rank that writes it.
+
+    The tokenizer is the attribute `tokenizer` of the module or of its datamodule.
+    """
+    if HUB in checkpoint or not module.trainer.is_global_zero:
         return checkpoint
     tokenizer = getattr(module, "tokenizer", None) or getattr(module.trainer.datamodule, "tokenizer", None)
     return {**checkpoint, HUB: hub_entry(module, tokenizer)}
