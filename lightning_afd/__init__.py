@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_afd._registration import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_afd.model.hub_import import from_pretrained
     from lightning_afd.strategies.afd import AFDStrategy
 
-__all__ = ["AFDStrategy"]
+__all__ = ["AFDStrategy", "from_pretrained"]
 __version__ = "0.1.0"
 
 register_strategies()
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from lightning_afd.strategies.afd import AFDStrategy
 
         return AFDStrategy
+    if name == "from_pretrained":
+        from lightning_afd.model.hub_import import from_pretrained
+
+        return from_pretrained
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.gradients import buckets
 from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
+from lightning_afd.model.hub_import import load_pretrained
 from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import (
     is_replicated,
@@ -146,8 +147,8 @@ class Engine:
             keep_experts(root, owned, self._expert_maps(), self.plan.layout.index_of(self.rank))
 
     def materialise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
-        """Collective: give what this rank owns and was made on the meta device its first values, and make the
-        parameters that all ranks of a group hold equal to those of the first one.
+        """Collective: give what this rank owns and was made on the meta device its first values, from a folder where
+        the model names one, and make the parameters that all ranks of a group hold equal to those of the first one.
         """
         seed = self.collectives.broadcast_object(torch.initial_seed(), 0)
         assert isinstance(seed, int)
@@ -157,6 +158,7 @@ class Engine:
         if not self.is_attention:
             maps = self._expert_maps()
             ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
+        load_pretrained(root, ids, device)
         materialise(root, ids, device, seed)
         if len(self.plan.layout.ranks_of(self.worker)) > 1:
             self._equalise(root)

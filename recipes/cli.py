@@ -5,8 +5,8 @@ import sys
 
 from lightning_afd.recipes.launch import RECIPES
 
-TOOLS = {"survey": "lightning_afd.recipes.survey"}
-"""Commands that start no job and take no settings: a name and its module, which has `main()`."""
+TOOLS = {"export": "lightning_afd.recipes.export", "survey": "lightning_afd.recipes.survey"}
+"""Commands that start no job: a name and its module, which has `main()`."""
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_afd.errors import AFDError
+from lightning_afd.errors import AFDError, PlanError
 from lightning_afd.recipes.explain import sentence
 
 RECIPES = {"pretrain": "lightning_afd.recipes.pretrain"}
@@ -66,12 +66,12 @@ def launch(recipe: str, check: Callable[[DictConfig], None]) -> None:
             failures.append(Failure(f"the job in {resolved.output_dir} ended with exit code {code}", code))
 
     if external_rank() is not None and {"-m", "--multirun"} & set(sys.argv):
-        _fail("a sweep (-m) starts the ranks of its jobs itself: run it without torchrun or srun", 1)
+        fail("a sweep (-m) starts the ranks of its jobs itself: run it without torchrun or srun", 1)
     if external_rank():
         sys.argv += ["hydra.run.dir=.", "hydra/hydra_logging=none"]  # rank 0 owns the output directory
-    _compose(job)
+    compose(job)
     if failures:
-        _fail("; ".join(failure.sentence for failure in failures), failures[0].code)
+        fail("; ".join(failure.sentence for failure in failures), failures[0].code)
     for config in plain_run:  # none after --help or --cfg
         if external_rank():
             work(recipe, config)
@@ -79,15 +79,23 @@ def launch(recipe: str, check: Callable[[DictConfig], None]) -> None:
             _become(_worker_command(recipe, config))
 
 
-def _compose(job: Callable[[DictConfig], None]) -> None:
+def compose(job: Callable[[DictConfig], None], config_name: str = "config") -> None:
+    """Call `job` with what the command line makes of a config of conf/; a wrong setting ends it in one sentence."""
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise what it would print over many lines
     try:
-        hydra.main(version_base="1.3", config_path="pkg://lightning_afd.conf", config_name="config")(job)()
+        hydra.main(version_base="1.3", config_path="pkg://lightning_afd.conf", config_name=config_name)(job)()
     except (HydraException, OmegaConfBaseException) as error:
         if traceback_wanted:
             raise
-        _fail(sentence(error), 1)
+        fail(sentence(error), 1)
+
+
+def check_given(config: DictConfig) -> None:
+    """Raise PlanError naming the settings that have no default and were not given."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise PlanError(f"{' and '.join(missing)} must be given: {' '.join(f'{key}=...' for key in missing)}")
 
 
 def _remove_if_empty(output_dir: str) -> None:
@@ -95,7 +103,8 @@ def _remove_if_empty(output_dir: str) -> None:
         os.removedirs(os.path.relpath(output_dir))  # a relative path: the working directory itself stays
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def fail(message: str, code: int) -> NoReturn:
+    """End the command with a sentence and an exit code."""
     sys.stderr.write(f"lightning-afd: {message}\n")
     sys.exit(code)
 

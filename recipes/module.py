@@ -7,27 +7,50 @@ import lightning as L
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lightning_afd.model.hub_import import from_pretrained
+from lightning_afd.model.hub_model import with_hub_entry
 
 Batch = dict[str, torch.Tensor]
 
 
 class MoELanguageModel(L.LightningModule):
-    """A causal language model of any architecture of transformers, trained from scratch.
+    """A causal language model of any architecture of transformers, trained from scratch or from a folder's weights.
 
-    `config` is what transformers' AutoConfig takes: `model_type` and the fields of that architecture.
+    `config` is what transformers' AutoConfig takes: `model_type` and the fields of that architecture. With
+    `pretrained`, a Hugging Face folder, it holds only what is to differ from the folder's own configuration. Weights
+    are kept in float32, whatever the folder's dtype: that of the computation is the Trainer's `precision`.
     """
 
+    model: PreTrainedModel
+
     def __init__(
-        self, config: dict[str, Any], lr: float = 1e-3, weight_decay: float = 0.1, warmup_steps: int = 20
+        self,
+        config: dict[str, Any] | None = None,
+        pretrained: str | None = None,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 20,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        fields = dict(config)
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+        self.fields = dict(config or {})
+        self.pretrained = pretrained
+        if pretrained is None:
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.fields))
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
+
+    def configure_model(self) -> None:
+        """Make the model of a folder; called before each fit, validation, test and prediction."""
+        if self.pretrained is not None and not hasattr(self, "model"):
+            self.model = from_pretrained(self.pretrained, dtype=torch.float32, **self.fields)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save what `lightning-afd export` needs, under any strategy."""
+        checkpoint.update(with_hub_entry(checkpoint, self))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Return the model's own loss: cross entropy, and the router's auxiliary loss where there is one."""

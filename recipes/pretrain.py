@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.corpus import check_files
-from lightning_afd.recipes.launch import launch
+from lightning_afd.recipes.launch import check_given, launch
 from lightning_afd.recipes.ranks import check_ranks
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def main() -> None:
 
 def check(config: DictConfig) -> None:
     """Raise AFDError if the composed settings cannot work."""
+    check_given(config)
     check_files(config.data.files)
     check_ranks(config)
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.hub_model import with_hub_entry
 from lightning_afd.model.lazy import without_storage
 from lightning_afd.model.split import MoELayer
 from lightning_afd.namespace import MisconfigurationException, namespace_of
@@ -265,7 +266,7 @@ class AFDStrategy(RankedStrategy):
         if self.leaves_alone:
             rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
         else:
-            self._checkpoints.save(checkpoint, filepath)
+            self._checkpoints.save(with_hub_entry(checkpoint, self.lightning_module), filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
             name=layer_name,
             layer=layer,
             experts=experts,
-            num_experts=_num_experts(experts),
+            num_experts=num_experts_of(experts),
             top_k=_top_k_of(layer),
         )
         refuse_compiled_routers(layer_name, layer, layers[layer_name].num_experts)
@@ -178,7 +178,8 @@ def _decoder_layer_of(root: nn.Module, experts_name: str) -> str:
     )
 
 
-def _num_experts(experts: nn.Module) -> int:
+def num_experts_of(experts: nn.Module) -> int:
+    """Routed experts of the whole layer, also where only some of them are left on this rank."""
     mark = mark_of(experts)
     return next(experts.parameters()).shape[0] if mark is None else mark.num_experts
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.errors import PlanError
 from lightning_afd.recipes import launch
+from lightning_afd.recipes.export import quoted
 from lightning_afd.recipes.pretrain import check, trainer_settings, verdict
 from lightning_afd.recipes.ranks import check_ranks
 
@@ -59,16 +60,17 @@ def no_torch(tmp_path: Path) -> str:
         ),
         (
             ["model=nosuch"],
-            "model=nosuch is not a choice; model can be deepseek_v3_tiny, gpt_oss_tiny, qwen3_moe_tiny",
+            "model=nosuch is not a choice; model can be deepseek_v3_tiny, gpt_oss_tiny, pretrained, qwen3_moe_tiny",
         ),
         (
             ["-m", "seed=1,2", "model=nosuch"],
-            "model=nosuch is not a choice; model can be deepseek_v3_tiny, gpt_oss_tiny, qwen3_moe_tiny",
+            "model=nosuch is not a choice; model can be deepseek_v3_tiny, gpt_oss_tiny, pretrained, qwen3_moe_tiny",
         ),
         (["strategy=auto", "strategy.ffn=1"], "strategy.ffn is not a setting; strategy has no settings"),
         (["sead=1"], "sead is not a setting; the config has cluster, data, devices, model, output_dir, sample, seed,"),
         (["strategy.order=fast"], "strategy.order=fast is not a choice; choices: af-pipe, layer-major, sequential"),
         (["devices=2"], "devices=2 on cluster.num_nodes=1 are 2 ranks, but strategy.groups=1 x (strategy.attention=2"),
+        (["model=pretrained"], "model.pretrained must be given: model.pretrained=..."),
         (["data.files=[nowhere.txt]"], "data.files: nowhere.txt is not a file"),
         (["seed"], "'seed' is not of the form key=value"),
     ],
@@ -94,13 +96,34 @@ def test_unknown_recipe_and_help(tmp_path: Path, no_torch: str) -> None:
     unknown = run(tmp_path, "pretrian", first_on_path=no_torch)
     assert (unknown.returncode, unknown.stderr) == (
         1,
-        "lightning-afd: pretrian is not a recipe; choices: pretrain, survey\n",
+        "lightning-afd: pretrian is not a recipe; choices: export, pretrain, survey\n",
     )
     general, special = run(tmp_path, "--help"), run(tmp_path, "pretrain", "--help", first_on_path=no_torch)
     assert (general.returncode, special.returncode) == (0, 0)
-    assert "recipes: pretrain" in general.stdout
+    assert "recipes: export, pretrain" in general.stdout
     assert special.stdout.startswith("lightning-afd pretrain [group=choice]")
-    assert "model: deepseek_v3_tiny, gpt_oss_tiny, qwen3_moe_tiny" in special.stdout
+    assert "model: deepseek_v3_tiny, gpt_oss_tiny, pretrained, qwen3_moe_tiny" in special.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["out=there"], "ckpt must be given: ckpt=..."),
+        (["cpkt=here"], "cpkt is not a setting; the config has ckpt, config, max_shard_size, model, out"),
+    ],
+)
+def test_a_wrong_setting_of_export_is_one_sentence(
+    tmp_path: Path, no_torch: str, arguments: list[str], message: str
+) -> None:
+    done = run(tmp_path, "export", *arguments, first_on_path=no_torch)
+    assert (done.returncode, done.stderr, done.stdout) == (1, f"lightning-afd: {message}\n", "")
+
+
+def test_help_of_export(tmp_path: Path, no_torch: str) -> None:
+    done = run(tmp_path, "export", "--help", first_on_path=no_torch)
+    assert done.returncode == 0 and done.stdout.startswith("lightning-afd export ckpt=<checkpoint> out=<folder>")
+    assert "max_shard_size: 5GB" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["poison"]
 
 
 def test_a_failed_job_of_a_sweep_is_reported_once(tmp_path: Path, no_torch: str) -> None:
@@ -198,6 +221,14 @@ def test_rank_of_an_external_launcher(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launch.external_rank() == rank
+
+
+def test_paths_with_an_equals_sign_are_quoted_for_hydra() -> None:
+    assert quoted("ckpt=a/step=3-val_loss=2.1.ckpt") == "ckpt='a/step=3-val_loss=2.1.ckpt'"
+    assert quoted("out=it's") == r"out='it\'s'"
+    assert [quoted(text) for text in ("max_shard_size=1MB", "ckpt='a'", "--help", "out=")] == [
+        *("max_shard_size=1MB", "ckpt='a'", "--help", "out=")
+    ]
 
 
 def test_each_recipe_has_its_two_functions() -> None:
