@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fits import Batch, Model, Run, State, owned, tokens
+from cases import weights
+from fits import Batch, Model, Run, State, tokens
 from pool import RankPool
 from tiny import hf_config, tiny_hf
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class Configured(Model):
 
     def on_fit_start(self) -> None:
         """Keep what this rank starts with."""
-        self.start = {**owned(self), **{n: b.clone() for n, b in self.named_buffers() if not b.is_meta}}
+        self.start = {**weights(self), **{n: b.clone() for n, b in self.named_buffers() if not b.is_meta}}
 
     def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
         """Keep the loss."""

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from fits import Run, State, joined, tiny_module, worst
+from cases import join
+from fits import Run, State, tiny_module, worst
 from pool import RankPool
 
 from lightning_afd.model.recompute import CHOICES
@@ -28,4 +29,4 @@ def test_recompute_in_a_trainer(pool: RankPool) -> None:
     ((loss, gradients),) = fit(Run(layout="ref", precision="64-true"), [{}])
     for number in range(len(choices)):
         assert ranks[0][number][0] == pytest.approx(loss, rel=1e-9)
-        assert worst(joined([rank[number][1] for rank in ranks]), gradients)[0] < 1e-9
+        assert worst(join([rank[number][1] for rank in ranks]), gradients)[0] < 1e-9

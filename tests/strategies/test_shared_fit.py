@@ -8,7 +8,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import join
-from fits import Model, Run, State, owned, tiny_module, worst
+from cases import weights
+from fits import Model, Run, State, tiny_module, worst
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pool import RankPool
 
@@ -60,7 +61,7 @@ def fit(run: Run, seed: int, path: Path | None, start: Path | None = None) -> Re
     trainer = run.trainer(strategy, callbacks=[saver], gradient_clip_val=CLIP)
     trainer.fit(module, ckpt_path=start)
     moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
-    return Result(owned(module), saver.norms, moments)
+    return Result(weights(module), saver.norms, moments)
 
 
 def through_and_resumed(run: Run, path: Path) -> tuple[Result, Result]:
