@@ -7,8 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import join
-from cases import weights
+from cases import join, weights
 from fits import Model, Run, State, tiny_module, worst
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pool import RankPool
