@@ -89,7 +89,9 @@ def empty_model(description: Mapping[str, Any]) -> PreTrainedModel:
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     if not is_model or fields.get("model_type") not in transformers.CONFIG_MAPPING:
         raise PlanError(f"{name} is not a model of transformers {transformers.__version__}: it can't be built here")
-    config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    with TemporaryDirectory() as folder:  # the way on which infinities come back, which JSON does not know
+        (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model: PreTrainedModel = model_class._from_config(config)
     if description["generation_config"] is not None:

@@ -10,10 +10,12 @@ import torch
 from hub_cases import TIED, assert_equal, loaded, state_of, whole_model
 from tiny import HF
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.hub_export import Below, FolderOptions, StateSource, write_folder
 from lightning_afd.model.hub_model import empty_model, hub_entry, transformers_models
+from lightning_afd.recipes.tiny_models import tiny_config
 
 CASES = [(name, False) for name in HF] + [(name, True) for name in TIED]
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5]])
@@ -118,6 +120,15 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     (out / "notes.txt").touch()
     with pytest.raises(PlanError, match="exists and is not empty"):
         write(model, out)
+
+
+def test_infinities_of_a_configuration_come_back() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("nemotron_h"))
+    assert model.config.time_step_limit[1] == float("inf")
+    described = hub_entry(model)["models"][""]
+    assert empty_model(described).config.time_step_limit[1] == float("inf")
+    assert hub_entry(empty_model(described))["models"][""] == described
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
