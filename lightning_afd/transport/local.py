@@ -101,7 +101,7 @@ class LocalTransport:
         self._rank = rank
         layout = network.layout
         self._world = range(layout.world)
-        self._replicas = layout.ranks_of(layout.worker_of(rank))
+        self._replicas = layout.copies_of(rank)
         self._serial = {self._world: 0, self._replicas: 0}
 
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _LocalIncoming:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from unit_time import Paper, overhead
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Worker
+from lightning_afd.placement import HEADS, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check, in_flight
 from lightning_afd.schedule.orders import ORDERS, build
@@ -19,6 +19,7 @@ SHAPES = st.builds(
     groups=st.integers(1, 4),
     micro_batches=st.integers(1, 13),
     router_logits=st.booleans(),
+    head=st.sampled_from(HEADS),
 )
 GOLDEN = {
     "sequential": """
@@ -36,7 +37,7 @@ GOLDEN["af-pipe"] = GOLDEN["layer-major"]  # two micro-batches are too few to be
 
 
 def text(schedule: Schedule) -> str:
-    return " ".join(schedule.text().split()[5:])
+    return " ".join(schedule.text().split()[6:])
 
 
 @pytest.mark.parametrize("order", ORDERS)
