@@ -257,9 +257,8 @@ class Engine:
 
     @property
     def tail_results(self) -> list[list[Any]]:
-        """What the steps of `replicas_of_tails` returned on this F rank, by replica and micro-batch."""
-        assert isinstance(self._role, FFNRank)
-        return self._role.tails.results
+        """What the steps in `tails` returned on an F rank, by replica and micro-batch; nothing on A ranks."""
+        return self._role.tails.results if isinstance(self._role, FFNRank) else []
 
     def program(self, micro_batches: int, *, training: bool) -> tuple[Action, ...]:
         """This rank's program, built and checked once per number of micro-batches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +29,15 @@ class GlobalNorm:
     """(rank, number of the parameter on that rank) of the first gradient that is not finite."""
 
 
-def measure_norm(parameters: Sequence[nn.Parameter], collectives: Collectives, *, counts: bool) -> GlobalNorm:
-    """The norm over all ranks; a rank whose gradients another one holds too passes `counts=False`.
+def measure_norm(
+    parameters: Sequence[nn.Parameter], collectives: Collectives, *, counts: Callable[[nn.Parameter], bool]
+) -> GlobalNorm:
+    """The norm over all ranks; `counts` is False for parameters of which an earlier rank holds a copy.
 
-    One exchange of two numbers per rank. On one rank per A group and on each F rank `counts` is True.
+    One exchange of two numbers per rank.
     """
     squares = _squares(parameters)
-    total = squares.sum().item() if counts else 0.0
+    total = sum(square for square, p in zip(squares.tolist(), parameters, strict=False) if counts(p))
     bad = -1
     if not math.isfinite(squares.sum().item()):
         bad = int((~squares.isfinite()).nonzero()[0])

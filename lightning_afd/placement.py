@@ -91,6 +91,10 @@ class Layout:
         ranks = self.ranks_of(tail_worker(self.head, self.groups))
         return ranks[replica % len(ranks)]
 
+    def first_rank(self, replica: int) -> int:
+        """The rank of A group 0 of a data replica, which brings its data."""
+        return self.ranks_of(Worker("A", 0))[replica]
+
     def tails_of(self, rank: int) -> tuple[int, ...]:
         """The data replicas whose tails a rank runs."""
         return tuple(replica for replica in range(self.attention) if self.tail_rank(replica) == rank)

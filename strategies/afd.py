@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
-from lightning_afd.model.place import owned_parameters
+from lightning_afd.model.place import is_first_copy, owned_parameters
 from lightning_afd.model.split import MoELayer
 from lightning_afd.optimizer import clip_by_norm, drop_foreign, measure_norm
 from lightning_afd.strategies.base import RankedStrategy
@@ -37,7 +38,7 @@ from lightning_afd.timeline import Timeline
 class AFDStrategy(RankedStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
-    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order, on_nonfinite, timeout. Options of
+    Options are those of `AFDConfig`: attention, ffn, groups, head, micro_batches, order and so on. Options of
     Lightning's own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin,
     process_group_backend) are passed on. Raises MisconfigurationException for what cannot work.
     """
@@ -192,7 +193,7 @@ class AFDStrategy(RankedStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Lightning's clip by norm, with the one norm of all ranks: dense parameters once, experts of all F ranks."""
         assert self.engine is not None
-        counts = not self.engine.is_attention or self.layout.index_of(self.global_rank) == 0
+        counts = partial(is_first_copy, layout=self.layout, rank=self.global_rank)
         parameters = self.driver.parameters
         norm = measure_norm(parameters, self.engine.collectives, counts=counts)
         self.grad_norm = norm.value

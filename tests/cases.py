@@ -117,7 +117,7 @@ QUIET: dict[str, Any] = dict(
 )
 
 
-_OWN = ("order", "on_nonfinite", "recompute", "recompute_experts")
+_OWN = ("order", "head", "on_nonfinite", "recompute", "recompute_experts")
 
 
 def fit_alone(module: L.LightningModule, **options: Any) -> L.Trainer:

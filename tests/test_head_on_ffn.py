@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from local_job import Batches, LocalJob, make_batches, micro_batch_loss, plain_step, step_of, user_step
+from local_job import Batches, LocalJob, make_batches, plain_step
 from tiny import TinyMoE, tiny
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import ORDERS

@@ -34,7 +34,7 @@ def on_ranks(layout: Layout, function: Callable[[int, LocalTransport], Any]) -> 
 
 def norm_of(layout: Layout, held: list[list[nn.Parameter]], counting: set[int]) -> GlobalNorm:
     """The norm, which must be the same on all ranks."""
-    norms = on_ranks(layout, lambda rank, t: measure_norm(held[rank], t, counts=rank in counting))
+    norms = on_ranks(layout, lambda rank, t: measure_norm(held[rank], t, counts=lambda _: rank in counting))
     assert all(repr(norm) == repr(norms[0]) for norm in norms)  # repr: NaN differs from itself
     return norms[0]
 
@@ -75,7 +75,7 @@ def test_clipping_on_one_rank_is_that_of_torch(max_norm: float, dtype: torch.dty
     theirs = copy.deepcopy(ours)
     for mine, other in zip(ours, theirs, strict=True):
         other.grad = None if mine.grad is None else mine.grad.clone()
-    norm = measure_norm(ours, OneRank(), counts=True)  # type: ignore[arg-type]
+    norm = measure_norm(ours, OneRank(), counts=lambda _: True)  # type: ignore[arg-type]
     clip_by_norm(ours, norm.value, max_norm)
     expected = nn.utils.clip_grad_norm_(theirs, max_norm)
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]

@@ -16,7 +16,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.experts import shard_experts
 from lightning_afd.model.port import patch_forward
 from lightning_afd.model.split import DecoderLayer, MoELayer, Placed, mark_of
-from lightning_afd.placement import ExpertMap
+from lightning_afd.placement import ExpertMap, Layout
 
 
 def is_owned(parameter: Tensor) -> bool:
@@ -37,6 +37,11 @@ def is_expert(parameter: Tensor) -> bool:
 def dense_parameters(root: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank trains and of which `Layout.copies_of` names the ranks that have them, too."""
     return [parameter for _, parameter in owned_parameters(root) if not is_expert(parameter)]
+
+
+def is_first_copy(parameter: Tensor, layout: Layout, rank: int) -> bool:
+    """Whether a parameter that this rank trains is to be counted, or saved, here and not on an earlier rank."""
+    return is_expert(parameter) or layout.copies_of(rank)[0] == rank
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -26,12 +26,11 @@ class ProcessGroups:
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
-        names = CHANNELS if layout.groups == 1 else CHANNELS + GROUP_CHANNELS
+        names = CHANNELS if layout.groups == 1 and layout.head == "attention" else CHANNELS + GROUP_CHANNELS
         self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in names}
         self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
         self.replicas: Any = None
-        for worker in layout.workers():
-            ranks = layout.ranks_of(worker)
+        for ranks in _groups_of_copies(layout):
             group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
                 self.replicas = group
@@ -50,6 +49,16 @@ class ProcessGroups:
         self._all.clear()
         self.channels.clear()
         self.control = self.replicas = None
+
+
+def _groups_of_copies(layout: Layout) -> list[range]:
+    """The ranks of each worker; F ranks with tails apart from those of their worker that have none."""
+    tails = layout.copies_of(layout.tail_rank(0))
+    groups = []
+    for ranks in map(layout.ranks_of, layout.workers()):
+        parts = (tails, ranks[len(tails) :]) if tails[0] in ranks else (ranks,)
+        groups += [part for part in parts if part]
+    return groups
 
 
 class P2PTransport:
@@ -103,6 +112,14 @@ class P2PTransport:
         everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(value, everyone, dst=0, group=self._groups.control)
         return everyone
+
+    def send_object(self, value: object, receiver: int) -> None:
+        dist.send_object_list([value], dst=receiver, group=self._groups.control)
+
+    def receive_object(self, sender: int) -> object:
+        box = [None]
+        dist.recv_object_list(box, src=sender, group=self._groups.control)
+        return box[0]
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)
