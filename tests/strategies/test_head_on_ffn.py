@@ -31,7 +31,7 @@ class Everything(LM):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx) * self.scale
         self.log("most", batch["input_ids"].max().float(), reduce_fx="max")
-        return {"loss": loss, "rows": batch["input_ids"][:, 0], "scale": self.scale.detach()}
+        return {"loss": loss, "rows": batch["input_ids"][:, 0], "scale": self.scale.detach().clone()}
 
     def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
         self.outputs.append(outputs)
@@ -49,7 +49,9 @@ class Everything(LM):
         return self.model(input_ids=batch["input_ids"]).logits
 
     def val_dataloader(self) -> Steps:
-        return self.train_dataloader()
+        unmasked = LM([batch(6, 8, 9)])
+        unmasked.trainer = self.trainer
+        return unmasked.train_dataloader()
 
 
 @dataclass
@@ -100,7 +102,7 @@ def test_run(pool: RankPool, attention: int, ffn: int, groups: int, micro_batche
     moved = {name: before[name] - value for name, value in whole.items()}
     assert largest_difference(moved, {name: before[name] - value for name, value in want.weights.items()}) < TOLERANCE
     for rank in got:
-        assert rank.metrics == pytest.approx(want.metrics, rel=TOLERANCE)
+        assert rank.metrics == pytest.approx(want.metrics, rel=1e-6)  # transformers computes the loss in float32
         assert rank.norm == got[0].norm is not None
     for step, expected in enumerate(want.outputs):
         rows = torch.stack([rank.outputs[step]["rows"] for rank in got[:attention]], 1)
@@ -145,16 +147,16 @@ class Saving(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumed(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    """Weights after a whole run and after one that goes on in its middle; the refusal of another placement."""
+def resumed(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after a whole run and after one that goes on in its middle."""
     whole, again = (LM(steps(), opt="adamw").double() for _ in range(2))
     fit_apart(whole, 2, 1, head="ffn", callbacks=[Saving(path)], **OPTIONS)
     fit_apart(again, 2, 1, head="ffn", ckpt_path=path, **OPTIONS)
-    return weights(whole), weights(again), ""
+    return weights(whole), weights(again)
 
 
 def test_resume_is_exact(pool: RankPool, tmp_path: Path) -> None:
-    for whole, again, _ in pool.run(resumed, 3, tmp_path / "saved"):
+    for whole, again in pool.run(resumed, 3, tmp_path / "saved"):
         assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
 
 
