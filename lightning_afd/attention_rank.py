@@ -1,7 +1,8 @@
 """What an A rank does for each action of its program: attention, dispatch to F ranks, combine of their sums.
 
-With several groups it also passes the base of its layers to the same replica of the next A group (H), and router logits
-to that of A group 0 (L). Whoever runs segment l + 1 combines layer l and dispatches its gradient.
+With several groups it also passes the base of its layers to the same replica of the next A group (H). Whoever runs
+segment l + 1 combines layer l and dispatches its gradient. Router logits go to the rank that runs the tail (L); where
+that is an F rank, A group 0 passes the hidden states behind the last layer on to it (H).
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_afd.errors import PlanError
 from lightning_afd.model.coroutine import Host, Segment
 from lightning_afd.model.routing import Router
 from lightning_afd.peers import Peers
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.segments import Gradients, MicroBatch, UserStep
-from lightning_afd.sent import Sent, nothing_sent, pack_route, sent_by, unpack_route
+from lightning_afd.sent import Sent, nothing_sent, pack_hidden, pack_route, send_rows, sent_by, unpack_route
+from lightning_afd.tail_rank import refuse_unfilled
 from lightning_afd.transport.link import Link, Posted
-from lightning_afd.transport.wire import Section, message_bytes
+from lightning_afd.transport.wire import message_bytes
 
 
 @dataclass(eq=False)
@@ -35,6 +36,8 @@ class _InFlight:
     """Routes of own layers, and of the layers before own segments."""
     posted: dict[Action, list[Posted]] = field(default_factory=dict)
     base_TH: Tensor | None = None
+    h_TH: Tensor | None = None
+    """Hidden states for a tail on another rank."""
     sums: list[Tensor] = field(default_factory=list)
     """What each F rank returned for the layer before the next own segment."""
     gradients: Gradients | None = None
@@ -52,6 +55,7 @@ class AttentionRank:
         self._routers = routers
         self._peers = peers
         self._shape = peers.shape
+        self._replica = peers.layout.index_of(link.rank)
         self._training = False
         self._flight: list[_InFlight] = []
         self.results: list[Any] = []
@@ -62,7 +66,7 @@ class AttentionRank:
         """Take the user's steps of this batch; micro-batches beyond them have no rows on this rank."""
         self._training = training
         self.tokens = 0
-        segments = self._peers.segments
+        segments = self._peers.owned_segments
         works = [MicroBatch(self._host, step, self._shape.layers, segments) for step in steps]
         self._flight = [_InFlight(work) for work in works]
         self._flight += [_InFlight(None) for _ in range(micro_batches - len(works))]
@@ -83,7 +87,7 @@ class AttentionRank:
             ("A", "b"): self._attention_backward,
             ("D", "b"): self._dispatch_gradient,
             ("C", "b"): self._combine_gradient,
-            ("H", "f"): self._hop,
+            ("H", "f"): self._hop_or_hand_over,
             ("H", "b"): self._hop_gradient,
             ("L", "f"): self._logits,
             ("L", "b"): self._logits_gradient,
@@ -96,10 +100,13 @@ class AttentionRank:
         y_TH, base_TH = self._arrived(action.layer - 1, flight)
         if flight.work is None:
             return
-        flight.segment = flight.work.forward(action.layer, y_TH, base_TH)
-        if action.layer == self._shape.layers:
+        if self._hands_over(action):
+            assert y_TH is not None
+            flight.h_TH = flight.work.hand_over(y_TH, base_TH)
+        else:
+            flight.segment = flight.work.forward(action.layer, y_TH, base_TH)
             self.results[action.micro_batch] = flight.work.result
-        if not self._training and action.layer == self._peers.segments[-1]:
+        if not self._training and action.layer == self._peers.segments[-1] and not self._hands_over(action):
             self._finish(flight)
 
     def _dispatch(self, action: Action) -> None:
@@ -119,7 +126,7 @@ class AttentionRank:
                 torch.index_select(tensor_T, 0, token_c, out=view)
             views[2].copy_(idx_ck[:, : sent.top_k])
             self._link.send_dispatch(action, peer, message, most)
-        if not self._shape.hops(action.layer):
+        if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
             flight.segment = None
 
     def _combine(self, action: Action) -> None:
@@ -143,10 +150,31 @@ class AttentionRank:
             del flight.sent[layer]
         return y_TH, base_TH
 
+    def _hands_over(self, action: Action) -> bool:
+        """Whether an A or H action is about hidden states for a tail on an F rank."""
+        return action.layer == self._shape.layers and self._shape.hands_over()
+
+    def _hop_or_hand_over(self, action: Action) -> None:
+        if self._hands_over(action):
+            self._hand_over(action)
+        else:
+            self._hop(action)
+
+    def _hand_over(self, action: Action) -> None:
+        """Send the hidden states behind the last layer to the rank that runs the tail."""
+        flight = self._flight[action.micro_batch]
+        _, receiver = self._peers.counterparts(action, self._replica)
+        routing = None if flight.work is None else flight.work.routing
+        message = pack_hidden(self._link, action, flight.h_TH, routing)
+        self._link.send_dispatch(action, receiver, message, message.numel())
+        flight.h_TH = None
+        if not self._training:
+            self._finish(flight)
+
     def _hop(self, action: Action) -> None:
         """Pass the base and the route of an own layer on, or take those of the layer before an own segment."""
         flight = self._flight[action.micro_batch]
-        sender, receiver = self._peers.counterparts(action)
+        sender, receiver = self._peers.counterparts(action, self._replica)
         if sender == self._link.rank:
             sent = flight.sent[action.layer]
             base_TH = None if flight.segment is None else flight.segment.base
@@ -163,23 +191,16 @@ class AttentionRank:
         flight.sent[action.layer] = unpack_route(views, self._peers.ffn)
 
     def _logits(self, action: Action) -> None:
-        """Pass router logits of an own layer to A group 0, or take those of another group's layer."""
+        """Pass router logits of an own layer to the tail, or take those of another group's layer."""
         flight = self._flight[action.micro_batch]
-        sender, receiver = self._peers.counterparts(action)
+        sender, receiver = self._peers.counterparts(action, self._replica)
         if sender == self._link.rank:
-            logits_TE = None if flight.segment is None else _only_logits(flight.segment)
-            sections = [] if logits_TE is None else [_section(logits_TE)]
-            message, views = self._link.allocate(action, sections)
-            for view in views:
-                view.copy_(logits_TE)  # type: ignore[arg-type]
-            self._link.send_dispatch(action, receiver, message, message.numel())
+            send_rows(self._link, action, receiver, None if flight.segment is None else flight.segment.routed)
             flight.segment = None
             return
         views = self._link.post_dispatch(action, sender).wait()
-        if flight.work is not None and action.layer in flight.work.stand_ins:
-            with torch.no_grad():
-                leaf = flight.work.stand_ins[action.layer]
-                leaf.copy_(views[0].view_as(leaf))
+        if flight.work is not None and views:
+            flight.work.fill_in(action.layer, views[0])
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -187,10 +208,14 @@ class AttentionRank:
         flight = self._flight[action.micro_batch]
         if flight.work is None:
             return
+        if self._hands_over(action):
+            assert flight.dh_TH is not None
+            flight.gradients, flight.dh_TH = flight.work.take_back(flight.dh_TH), None
+            return
         if action.layer == self._shape.layers:
             flight.gradients = flight.work.tail_backward()
             self.results[action.micro_batch] = flight.work.result
-            self._refuse_unfilled(flight.work)
+            refuse_unfilled(flight.work.stand_ins, self._shape)
             return
         assert flight.dx_TH is not None and flight.dw_TK is not None and flight.dh_TH is not None
         flight.gradients = flight.work.backward(action.layer, flight.dx_TH, flight.dw_TK, flight.dh_TH)
@@ -229,12 +254,10 @@ class AttentionRank:
     def _hop_gradient(self, action: Action) -> None:
         """Pass the gradient of another group's base back, or take that of an own layer's."""
         flight = self._flight[action.micro_batch]
-        sender, receiver = self._peers.counterparts(action)
+        sender, receiver = self._peers.counterparts(action, self._replica)
         if sender == self._link.rank:
             dh_TH = torch.zeros(0, 0, device=self._link.device) if flight.gradients is None else flight.gradients.dh_TH
-            message, (view,) = self._link.allocate(action, [_section(dh_TH)])
-            view.copy_(dh_TH)
-            self._link.send_dispatch(action, receiver, message, message.numel())
+            send_rows(self._link, action, receiver, dh_TH)
             flight.gradients = None
             return
         flight.dh_TH = self._link.post_dispatch(action, sender).wait()[0]
@@ -243,19 +266,15 @@ class AttentionRank:
     def _logits_gradient(self, action: Action) -> None:
         """Pass the gradient of another group's router logits back, or take that of an own layer's."""
         flight = self._flight[action.micro_batch]
-        sender, receiver = self._peers.counterparts(action)
+        sender, receiver = self._peers.counterparts(action, self._replica)
         if sender == self._link.rank:
             leaf = None if flight.work is None else flight.work.stand_ins.get(action.layer)
-            grad = None if leaf is None else leaf.grad
-            message, views = self._link.allocate(action, [] if grad is None else [_section(grad.flatten(0, -2))])
-            for view in views:
-                view.copy_(grad.flatten(0, -2))  # type: ignore[arg-type]
-            self._link.send_dispatch(action, receiver, message, message.numel())
+            send_rows(self._link, action, receiver, None if leaf is None else leaf.grad)
             return
         views = self._link.post_dispatch(action, sender).wait()
-        logits = None if flight.work is None else flight.work.logits_of(action.layer)
-        if views and logits is not None:
-            logits[1].grad = views[0].clone().view_as(logits[1])
+        leaf = None if flight.work is None else flight.work.logits_leaf(action.layer)
+        if views and leaf is not None:
+            leaf.grad = views[0].clone().view_as(leaf)
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
@@ -289,23 +308,7 @@ class AttentionRank:
             x_TH = x_TH.to(segment.wire_dtype)
         return sent_by(router.route(segment.idx_TK), x_TH, w_TK), (x_TH, w_TK)
 
-    def _refuse_unfilled(self, work: MicroBatch) -> None:
-        for layer, leaf in work.stand_ins.items():
-            if leaf.grad is not None and not self._shape.sends_logits(layer):
-                raise PlanError(
-                    f"the loss uses router logits of MoE layer {layer}, which lives in another group: set "
-                    "output_router_logits=True in the model's config before the fit, or use groups=1"
-                )
-
     def _finish(self, flight: _InFlight) -> None:
         if flight.work is not None:
             flight.work.close()
             flight.work = None
-
-
-def _section(tensor_TW: Tensor) -> Section:
-    return Section(tensor_TW.shape[0], tensor_TW.shape[1], tensor_TW.dtype)
-
-
-def _only_logits(segment: Segment) -> Tensor | None:
-    return segment.logits[0][0].detach().flatten(0, -2) if segment.logits else None

@@ -18,11 +18,12 @@ from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.hub_import import load_pretrained
 from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import (
-    is_replicated,
+    check_head_is_apart,
+    dense_parameters,
     keep_attention,
     keep_experts,
+    keep_experts_and_tail,
     mark_placed,
-    owned_parameters,
     placed_at,
     stub_embeddings,
 )
@@ -31,6 +32,7 @@ from lightning_afd.model.recompute import Recompute
 from lightning_afd.model.routing import Router
 from lightning_afd.model.shared import SharedPlace, WithShared
 from lightning_afd.model.split import (
+    DecoderLayer,
     MoELayer,
     decoder_layers,
     find_moe_layers,
@@ -46,6 +48,7 @@ from lightning_afd.schedule.orders import build
 from lightning_afd.schedule.passes import forward_only
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.segments import UserStep
+from lightning_afd.tail_rank import TailRank
 from lightning_afd.timeline import exposed_share
 from lightning_afd.transport.base import MAX_MICRO_BATCHES, Collectives, Transport
 from lightning_afd.transport.link import Link
@@ -68,7 +71,7 @@ class Plan:
     shared_experts: SharedPlace = "attention"
     """Which ranks compute shared experts: each A rank those of its tokens, or F ranks beside the routed ones."""
     router_logits: bool = False
-    """Whether the loss needs the router logits of all layers on A group 0."""
+    """Whether the loss needs router logits that are computed on other ranks than the tail."""
 
     def shape(self, micro_batches: int) -> Shape:
         """The shape of a step with so many micro-batches."""
@@ -77,6 +80,7 @@ class Plan:
             groups=self.layout.groups,
             micro_batches=micro_batches,
             router_logits=self.router_logits,
+            head=self.layout.head,
         )
 
     def check(self) -> None:
@@ -88,6 +92,11 @@ class Plan:
             raise PlanError(
                 f"ffn={self.layout.ffn} F ranks for {fewest} experts per layer: use ffn <= {fewest}, "
                 "so that every F rank owns an expert of every layer"
+            )
+        if self.shared_experts == "ffn" and self.layout.has_ranks_without_tail():
+            raise PlanError(
+                f"head='ffn' with shared_experts='ffn' needs a tail on every F rank, but ffn={self.layout.ffn} is more "
+                f"than attention={self.layout.attention}: leave one of the two on attention ranks"
             )
 
 
@@ -124,7 +133,17 @@ class Engine:
 
     @property
     def has_tail(self) -> bool:
-        """Whether the user's step runs to its end on this rank: on A group 0."""
+        """Whether users' steps run to their end on this rank."""
+        return bool(self.replicas_of_tails)
+
+    @property
+    def replicas_of_tails(self) -> tuple[int, ...]:
+        """The data replicas whose steps run to their end on this rank."""
+        return self.plan.layout.tails_of(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for the data of its replica: on A group 0."""
         return self.worker == Worker("A", 0)
 
     def place(self, root: nn.Module, layers: Sequence[MoELayer]) -> None:
@@ -139,12 +158,19 @@ class Engine:
             raise PlanError(f"this model was split for {before} and cannot serve {place}: build a new one")
         if before is not None:
             return
+        decoder = decoder_layers(root, layers)
+        if self.plan.layout.head == "ffn":
+            check_head_is_apart(root, decoder)
         mark_placed(layers, place)
         if self.is_attention:
-            keep_attention(root, decoder_layers(root, layers), self._peers.segments)
+            keep_attention(root, decoder, self._peers.owned_segments)
+            return
+        owned = [layers[index] for index in self._peers.layers]
+        index = self.plan.layout.index_of(self.rank)
+        if self.has_tail:
+            keep_experts_and_tail(root, decoder, owned, self._expert_maps(), index)
         else:
-            owned = [layers[index] for index in self._peers.layers]
-            keep_experts(root, owned, self._expert_maps(), self.plan.layout.index_of(self.rank))
+            keep_experts(root, owned, self._expert_maps(), index)
 
     def materialise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Collective: give what this rank owns and was made on the meta device its first values, from a folder where
@@ -160,14 +186,15 @@ class Engine:
             ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
         load_pretrained(root, ids, device)
         materialise(root, ids, device, seed)
-        if len(self.plan.layout.ranks_of(self.worker)) > 1:
-            self._equalise(root)
+        if len(self.plan.layout.copies_of(self.rank)) > 1:
+            self._equalise(root, layers)
 
-    def _equalise(self, root: nn.Module) -> None:
+    def _equalise(self, root: nn.Module, layers: Sequence[MoELayer]) -> None:
         """A script without a seed starts every rank with other weights: replicas take those of the first one."""
-        tensors = [p.data for _, p in owned_parameters(root) if is_replicated(p)]
-        if self.is_attention:
-            tensors += [b for b in root.buffers() if b.device.type != "meta" and b.is_floating_point()]
+        experts = {id(b) for layer in layers for b in layer.experts.buffers()}
+        tensors = [p.data for p in dense_parameters(root)]
+        tensors += [b for b in root.buffers() if b.device.type != "meta" and b.is_floating_point()]
+        tensors = [tensor for tensor in tensors if id(tensor) not in experts]
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             self.collectives.copy_from_first_replica(flat)
@@ -177,12 +204,21 @@ class Engine:
     def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""
         self.link = Link(self._transport, self.rank, device)
+        decoder = decoder_layers(root, layers)
         if self.is_attention:
-            self._role: AttentionRank | FFNRank = self._connect_attention(root, layers, device)
+            maps = self._expert_maps()
+            routers = {
+                index: Router(maps[index], self._peers.ffn, device, shared=layers[index].shared is not None)
+                for index in self._peers.layers
+            }
+            host = self._install(root, decoder)
+            self._role: AttentionRank | FFNRank = AttentionRank(self.link, host, routers, self._peers)
         else:
             shards = {index: self._shard(layers[index]) for index in self._peers.layers}
-            self._undo.append(forbid(decoder_layers(root, layers)))
-            self._role = FFNRank(self.link, shards, self._peers)
+            if not self.has_tail:
+                self._undo.append(forbid(decoder))
+            host = self._install(root, decoder) if self.has_tail else Host()
+            self._role = FFNRank(self.link, shards, self._peers, TailRank(self.link, host, self._peers))
         self.runtime = Runtime(self.rank, self.worker, self._role.handlers())
 
     def _shard(self, layer: MoELayer) -> ExpertShard | WithShared:
@@ -190,22 +226,20 @@ class Engine:
         shard = ExpertShard(layer.experts, recompute=again)
         return shard if layer.shared is None else WithShared(shard, layer.shared.module, recompute=again)
 
-    def _connect_attention(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> AttentionRank:
-        peers, several = self._peers, self.plan.layout.groups > 1
+    def _install(self, root: nn.Module, decoder: Sequence[DecoderLayer]) -> Host:
+        """Cut the layers of a rank that runs user code."""
+        layout = self.plan.layout
+        several = layout.groups > 1
         cut = Cut(
             host=Host(),
-            segments=peers.segments,
-            may_suspend_inside=not several,
-            stands_in=several and self.worker.group == 0,
+            segments=self._peers.owned_segments,
+            may_suspend_inside=self.is_attention and not several,
+            only_hidden=several or layout.head == "ffn",
+            stands_in=self.has_tail and (several or layout.head == "ffn"),
             recompute=self.plan.recompute,
         )
-        self._undo += [install(cut, decoder_layers(root, layers)), stub_embeddings(root)]
-        maps = self._expert_maps()
-        routers = {
-            index: Router(maps[index], peers.ffn, device, shared=layers[index].shared is not None)
-            for index in peers.layers
-        }
-        return AttentionRank(self.link, cut.host, routers, peers)
+        self._undo += [install(cut, decoder), stub_embeddings(root)]
+        return cut.host
 
     def disconnect(self) -> None:
         """Give the layers their own forward back."""
@@ -218,8 +252,19 @@ class Engine:
         everyone = self.collectives.all_gather([micro_batches, total])
         return Agreement(int(max(row[0] for row in everyone)), sum(row[1] for row in everyone))
 
-    def run(self, steps: Sequence[UserStep], micro_batches: int, *, training: bool) -> list[Any]:
-        """Run one step; returns what the user's steps returned (A ranks), in the order of the micro-batches."""
+    def run(
+        self,
+        steps: Sequence[UserStep],
+        micro_batches: int,
+        *,
+        training: bool,
+        tails: Sequence[Sequence[UserStep]] = (),
+    ) -> list[Any]:
+        """Run one step; returns what the user's steps returned (A ranks), in the order of the micro-batches.
+
+        An A rank brings `steps`; an F rank brings in `tails` those of each replica whose tail it runs, and finds in
+        `tail_results` what they returned.
+        """
         program = self.program(micro_batches, training=training)
         self._step += 1
         self.link.begin(self._step)
@@ -228,11 +273,17 @@ class Engine:
                 self._role.begin(steps, micro_batches, training=training)
             else:
                 self._role.begin(micro_batches, training=training)
+                self._role.tails.begin(tails, micro_batches, training=training)
             self.runtime.run(program)
             self.link.release()
             return self._role.results if isinstance(self._role, AttentionRank) else []
         finally:
             self._role.end()
+
+    @property
+    def tail_results(self) -> list[list[Any]]:
+        """What the steps in `tails` returned on an F rank, by replica and micro-batch; nothing on A ranks."""
+        return self._role.tails.results if isinstance(self._role, FFNRank) else []
 
     def program(self, micro_batches: int, *, training: bool) -> tuple[Action, ...]:
         """This rank's program, built and checked once per number of micro-batches."""
@@ -271,7 +322,7 @@ def make_plan(root: nn.Module, layout: Layout, **choices: Any) -> tuple[Plan, tu
         layers=len(layers),
         experts=tuple(layer.num_experts for layer in layers),
         **choices,
-        router_logits=layout.groups > 1 and wants_router_logits(root),
+        router_logits=(layout.groups > 1 or layout.head == "ffn") and wants_router_logits(root),
     )
     plan.check()
     return plan, with_shared_experts(root, layers) if plan.shared_experts == "ffn" else layers

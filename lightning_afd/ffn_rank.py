@@ -18,6 +18,7 @@ from lightning_afd.model.shared import WithShared
 from lightning_afd.peers import Peers
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
+from lightning_afd.tail_rank import TailRank
 from lightning_afd.transport.link import Link, Posted, PostedDispatch
 from lightning_afd.transport.wire import Section
 
@@ -40,7 +41,10 @@ class _Gathered:
 class FFNRank:
     """State of one F rank during a step, and the handlers of its actions."""
 
-    def __init__(self, link: Link, shards: Mapping[int, ExpertShard | WithShared], peers: Peers) -> None:
+    def __init__(
+        self, link: Link, shards: Mapping[int, ExpertShard | WithShared], peers: Peers, tails: TailRank
+    ) -> None:
+        self.tails = tails
         self._link = link
         self._shards = shards
         self._peers = peers
@@ -64,6 +68,7 @@ class FFNRank:
         self._dispatches.clear()
         self._gradients.clear()
         self._gathered.clear()
+        self.tails.end()
 
     def handlers(self) -> Handlers:
         return {
@@ -74,6 +79,7 @@ class FFNRank:
             ("E", "b"): self._experts_backward,
             ("C", "b"): self._return_gradients,
             ("E", "w"): self._weight_gradient,
+            **self.tails.handlers(),
         }
 
     def _gather(self, action: Action) -> None:

@@ -32,12 +32,12 @@ class GlobalNorm:
 def measure_norm(
     parameters: Sequence[nn.Parameter], collectives: Collectives, *, counts: Callable[[nn.Parameter], bool]
 ) -> GlobalNorm:
-    """The norm over all ranks; of the ranks that hold the same parameter one says that it `counts`.
+    """The norm over all ranks; `counts` is False for parameters of which an earlier rank holds a copy.
 
     One exchange of two numbers per rank.
     """
     squares = _squares(parameters)
-    total = sum(square for p, square in zip(parameters, squares.tolist(), strict=False) if counts(p))
+    total = sum(square for square, p in zip(squares.tolist(), parameters, strict=False) if counts(p))
     bad = -1
     if not math.isfinite(squares.sum().item()):
         bad = int((~squares.isfinite()).nonzero()[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_afd.placement import Layout
+from lightning_afd.placement import Layout, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.shape import Shape
 
@@ -15,7 +15,7 @@ class Peers:
 
     layout: Layout
     shape: Shape
-    """Shape of any step: only its layers and groups are used."""
+    """Shape of any step: only its layers, groups and head are used."""
     rank: int
 
     @property
@@ -28,6 +28,12 @@ class Peers:
         """Attention segments of an A rank's group, ascending."""
         worker = self.layout.worker_of(self.rank)
         return tuple(s for s in range(self.shape.layers + 1) if self.shape.attention(s) == worker)
+
+    @property
+    def owned_segments(self) -> tuple[int, ...]:
+        """Segments of the user's step that run on this rank: those of its A group, without a tail that is elsewhere."""
+        tail = (self.shape.layers,) if self.layout.tails_of(self.rank) else ()
+        return tuple(segment for segment in self.segments if segment < self.shape.layers) + tail
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -43,8 +49,10 @@ class Peers:
         """A ranks of a segment, by replica."""
         return self.layout.ranks_of(self.shape.attention(segment))
 
-    def counterparts(self, action: Action) -> tuple[int, int]:
-        """Sender and receiver of a transfer between A groups: the same replica on both."""
-        index = self.layout.index_of(self.rank)
+    def counterparts(self, action: Action, replica: int) -> tuple[int, int]:
+        """Sender and receiver of a hop or of router logits: the same data replica on both."""
         sender, receiver = self.shape.endpoints(action)
-        return self.layout.ranks_of(sender)[index], self.layout.ranks_of(receiver)[index]
+        return self._rank_of(sender, replica), self._rank_of(receiver, replica)
+
+    def _rank_of(self, worker: Worker, replica: int) -> int:
+        return self.layout.ranks_of(worker)[replica] if worker.role == "A" else self.layout.tail_rank(replica)

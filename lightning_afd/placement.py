@@ -9,6 +9,9 @@ from typing import Literal
 from lightning_afd.errors import PlanError
 
 Role = Literal["A", "F"]
+Head = Literal["attention", "ffn"]
+"""Whose ranks run the tail of the user's step: what lies behind the last MoE layer (norm, head, loss)."""
+HEADS: tuple[Head, ...] = ("attention", "ffn")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -30,6 +33,11 @@ class Worker:
         return cls("A" if match[1] == "A" else "F", int(match[2]))
 
 
+def tail_worker(head: Head, groups: int) -> Worker:
+    """Who runs the tail: A group 0, or the last F group, which never has more MoE layers than another."""
+    return Worker("A", 0) if head == "attention" else Worker("F", groups - 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How the world is divided: `groups` times (`attention` A ranks + `ffn` F ranks).
@@ -43,8 +51,12 @@ class Layout:
     """F ranks per F group (N): experts are divided over them."""
     groups: int = 1
     """Interleaved groups per role (p)."""
+    head: Head = "attention"
+    """Role of the ranks that run the tail."""
 
     def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise PlanError(f"head={self.head!r}: choose one of {', '.join(HEADS)}")
         for name in ("attention", "ffn", "groups"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
@@ -74,9 +86,38 @@ class Layout:
         """Position of a global rank inside its group: the data replica of an A rank, the expert shard of an F rank."""
         return self.ranks_of(self.worker_of(rank)).index(rank)
 
+    def tail_rank(self, replica: int) -> int:
+        """The rank that runs the tail of a data replica: that of A group 0, or an F rank, which may have several."""
+        ranks = self.ranks_of(tail_worker(self.head, self.groups))
+        return ranks[replica % len(ranks)]
+
+    def first_rank(self, replica: int) -> int:
+        """The rank of A group 0 of a data replica, which brings its data."""
+        return self.ranks_of(Worker("A", 0))[replica]
+
+    def tails_of(self, rank: int) -> tuple[int, ...]:
+        """The data replicas whose tails a rank runs."""
+        return tuple(replica for replica in range(self.attention) if self.tail_rank(replica) == rank)
+
+    def copies_of(self, rank: int) -> range:
+        """The ranks that hold the same dense parameters as this one, by their order: all whose gradients are summed.
+
+        These are an A group or an F group (which may hold shared experts); the F ranks with tails are apart from
+        those of their group that have none.
+        """
+        ranks = self.ranks_of(self.worker_of(rank))
+        tails = [other for other in ranks if self.tails_of(other)]
+        if not tails or len(tails) == len(ranks):
+            return ranks
+        return ranks[: len(tails)] if rank in tails else ranks[len(tails) :]
+
+    def has_ranks_without_tail(self) -> bool:
+        """Whether the group that runs tails on F ranks has more ranks than there are replicas."""
+        return self.head == "ffn" and self.ffn > self.attention
+
     def describe(self) -> str:
-        """`2A + 2F` or `2 x (2A + 2F)`, for messages."""
-        one = f"{self.attention}A + {self.ffn}F"
+        """`2A + 2F` or `2 x (2A + 2F, head on F)`, for messages."""
+        one = f"{self.attention}A + {self.ffn}F" + (", head on F" if self.head == "ffn" else "")
         return one if self.groups == 1 else f"{self.groups} x ({one})"
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_afd.errors import PlanError
 from lightning_afd.model.coroutine import Coroutine, Host, Segment
 from lightning_afd.model.graph import shared_by, uses_copies
+from lightning_afd.model.router_output import RouterOutput
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +70,23 @@ class MicroBatch:
         """Leaves of the router logits of layers on other ranks, by layer."""
         return self._coroutine.stand_ins
 
+    @property
+    def routing(self) -> RouterOutput | None:
+        """What the routers of own layers returned last."""
+        return self._coroutine.routing
+
+    def start(self, routing: RouterOutput | None) -> None:
+        """Run a step of which only the tail is here up to that; `routing` is the pattern for all router logits."""
+        self._coroutine.routing = routing
+        self._coroutine.resume()
+
+    def fill_in(self, layer: int, logits_TE: Tensor) -> None:
+        """Give the stand-in of a router on another rank its values; nothing happens where nobody asked for one."""
+        leaf = self.stand_ins.get(layer)
+        if leaf is not None:
+            with torch.no_grad():
+                leaf.copy_(logits_TE.view_as(leaf))
+
     def forward(self, layer: int, y_TH: Tensor | None, base_TH: Tensor | None) -> Segment | None:
         """Run segment `layer`; None after the tail.
 
@@ -87,9 +105,28 @@ class MicroBatch:
         self._segments[layer] = segment = coroutine.segment
         if coroutine.finished:
             coroutine.segment = Segment(layer=layer)  # it must not keep the tail's activations
-        if layer == self._mine[-1] and layer != self._layers:
+        if layer == self._mine[-1] and layer != self._layers and not segment.inside:
             coroutine.close()
         return None if layer == self._layers else segment
+
+    def hand_over(self, y_TH: Tensor, base_TH: Tensor | None) -> Tensor:
+        """End the user's code behind the last layer; returns the hidden states [T, H] for the tail on another rank."""
+        before = self._before(self._layers)
+        if before is not None and before.inside:
+            self._resume_inside(before, y_TH)
+            assert before.base is not None
+            h = before.base.detach()
+        else:
+            h = self._hidden(before, y_TH, base_TH)
+        self._coroutine.close()
+        self._segments[self._layers] = Segment(layer=self._layers, h=h)
+        return h.reshape(-1, h.shape[-1])
+
+    def take_back(self, dh_TH: Tensor) -> Gradients:
+        """The counterpart of `hand_over` in backward: the gradient that the tail's rank has found."""
+        segment = self._segments.pop(self._layers)
+        assert segment.h is not None
+        return self._split(self._layers, dh_TH.reshape(segment.h.shape))
 
     def tail_backward(self) -> Gradients:
         """Backward of the loss through the tail; zeros for a masked micro-batch."""
@@ -123,10 +160,10 @@ class MicroBatch:
         self._coroutine.close()
         self._segments.clear()
 
-    def logits_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Router logits of an own layer and their leaf, whose gradient may come from another rank."""
+    def logits_leaf(self, layer: int) -> Tensor | None:
+        """The leaf of the router logits of an own layer, whose gradient may come from another rank."""
         logits = self._segments[layer].logits
-        return logits[0] if logits else None
+        return logits[0][1] if logits else None
 
     def _check_alive(self, layer: int) -> None:
         if self._coroutine.finished:
@@ -134,28 +171,42 @@ class MicroBatch:
 
     def _enter(self, layer: int, y_TH: Tensor | None, base_TH: Tensor | None) -> None:
         """Give the coroutine what it waits for: the experts' sums inside a layer, or the hidden states behind it."""
-        grad = torch.is_grad_enabled()
-        coroutine = self._coroutine
-        before = self._segments.get(layer - 1) if grad else self._segments.pop(layer - 1, None)
+        before = self._before(layer)
         if before is not None and before.inside:
-            assert y_TH is not None and before.x_TH is not None
-            y = y_TH.reshape(coroutine.shape).to(before.x_TH.dtype)
-            coroutine.resume(y.requires_grad_() if grad else y)
+            assert y_TH is not None
+            self._resume_inside(before, y_TH)
             return
+        h = self._hidden(before, y_TH, base_TH)
+        self._coroutine.segment = Segment(layer=layer, h=h.requires_grad_() if torch.is_grad_enabled() else h)
+        self._coroutine.resume(h)
+
+    def _before(self, layer: int) -> Segment | None:
+        """The own segment before `layer`, if it is one; nobody needs it again where there is no backward."""
+        return self._segments.get(layer - 1) if torch.is_grad_enabled() else self._segments.pop(layer - 1, None)
+
+    def _resume_inside(self, before: Segment, y_TH: Tensor) -> None:
+        assert before.x_TH is not None
+        y = y_TH.reshape(self._coroutine.shape).to(before.x_TH.dtype)
+        self._coroutine.resume(y.requires_grad_() if torch.is_grad_enabled() else y)
+
+    def _hidden(self, before: Segment | None, y_TH: Tensor | None, base_TH: Tensor | None) -> Tensor:
+        """Hidden states behind a layer: its base, own or received, and its experts' sums."""
         if base_TH is None:
             assert before is not None and before.base is not None
             base_TH = before.base.detach()
-        h = base_TH.reshape(coroutine.shape)
-        h = h if y_TH is None else (h + y_TH.reshape(h.shape)).to(h.dtype)
-        coroutine.segment = Segment(layer=layer, h=h.requires_grad_() if grad else h)
-        coroutine.resume(h)
+        h = base_TH.reshape(self._coroutine.shape)
+        return h if y_TH is None else (h + y_TH.reshape(h.shape)).to(h.dtype)
 
     def _gradients(self, segment: Segment) -> Gradients:
         h = segment.h
         assert h is not None
         dh = torch.zeros_like(h) if h.grad is None else h.grad
         h.grad = None
-        before = self._segments.get(segment.layer - 1)
+        return self._split(segment.layer, dh)
+
+    def _split(self, layer: int, dh: Tensor) -> Gradients:
+        """The gradient of the input of segment `layer`, for the base and for the experts of the layer before."""
+        before = self._segments.get(layer - 1)
         dY = dh
         if before is not None and before.inside:
             assert before.base is not None and before.y_TH is not None
@@ -171,10 +222,13 @@ class MicroBatch:
         if self._host.shares_graph is None:
             segments = list(self._segments.values())
             self._host.shares_graph = shared_by(segments, loss) is not None
-            if len(self._mine) <= self._layers and (self._host.shares_graph or uses_copies(segments)):
+            layers_elsewhere = not set(range(self._layers)) <= set(self._mine)
+            shares = self._host.shares_graph and layers_elsewhere
+            if shares or (len(self._mine) <= self._layers and uses_copies(segments, loss)):
                 raise PlanError(
-                    f"attention segments {', '.join(str(layer) for layer in self._mine)} use something learned, beside "
-                    "their hidden states, that lies outside of them: such a model needs groups=1"
+                    f"segments {', '.join(str(layer) for layer in self._mine)} of the step use something learned, "
+                    "beside their hidden states, that lies on ranks of other segments: such a model needs groups=1 "
+                    "and head='attention'"
                 )
         return self._host.shares_graph
 

@@ -1,4 +1,7 @@
-"""The handle of a dispatch: who got which rows, in what shapes and dtypes; combine and backward consume it."""
+"""The handle of a dispatch: who got which rows, in what shapes and dtypes; combine and backward consume it.
+
+Also what travels beside it: bases with their routes, hidden states with the pattern of router outputs, plain rows.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_afd.model.router_output import RouterOutput
 from lightning_afd.model.routing import Route, empty_route
 from lightning_afd.schedule.actions import Action
 from lightning_afd.transport.link import Link
@@ -69,3 +73,29 @@ def unpack_route(views: Sequence[Tensor], ranks: int) -> Sent:
     idx_CK = empty_route(ranks, views[1].device).idx_CK
     route = Route(tokens, views[1].flatten(), idx_CK, tuple(counts))
     return Sent(route, width, top_k, dtype_of(x_code), dtype_of(w_code))
+
+
+def pack_hidden(link: Link, action: Action, h_TH: Tensor | None, routing: RouterOutput | None) -> Tensor:
+    """The hidden states for a tail on another rank, and the pattern of the router outputs as text (bytes as int32)."""
+    h = torch.zeros(0, 0, device=link.device) if h_TH is None else h_TH
+    text = list("" if routing is None else routing.text().encode())
+    sections = [Section(h.shape[0], h.shape[1], h.dtype), Section(len(text), 1, torch.int32)]
+    message, (view, text_view) = link.allocate(action, sections)
+    view.copy_(h)
+    text_view.copy_(torch.tensor(text, dtype=torch.int32)[:, None])
+    return message
+
+
+def unpack_hidden(views: Sequence[Tensor]) -> tuple[Tensor, RouterOutput | None]:
+    """Read `pack_hidden`."""
+    text = bytes(views[1].flatten().tolist()).decode()
+    return views[0], RouterOutput.parse(text, views[0].device) if text else None
+
+
+def send_rows(link: Link, action: Action, receiver: int, tensor: Tensor | None) -> None:
+    """Send a tensor as rows of its last dimension; None is a message without sections."""
+    rows = [] if tensor is None else [tensor.detach().flatten(0, -2)]
+    message, views = link.allocate(action, [Section(row.shape[0], row.shape[1], row.dtype) for row in rows])
+    for view, row in zip(views, rows, strict=True):
+        view.copy_(row)
+    link.send_dispatch(action, receiver, message, message.numel())

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.gradients import sum_over_replicas
-from lightning_afd.model.place import is_replicated
+from lightning_afd.model.place import dense_parameters
 from lightning_afd.model.split import find_moe_layers
 from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.segments import UserStep
@@ -72,27 +72,44 @@ class LocalJob:
             self.engines.append(engine)
             self.models.append(own)
 
-    def run(self, work: Sequence[Sequence[UserStep]], *, training: bool = True) -> list[list[Any]]:
-        """One step of all ranks, with `work[r]` on A rank r; returns what the steps of group 0 returned, by rank."""
+    def run(
+        self, work: Sequence[Sequence[UserStep]], *, tails: Sequence[Sequence[UserStep]] = (), training: bool = True
+    ) -> list[list[Any]]:
+        """One step of all ranks, with `work[r]` on A rank r and, where F ranks run tails, `tails[a]` for replica a.
+
+        Returns what the steps returned whose end was reached, by replica.
+        """
 
         def rank_step(rank: int) -> list[Any]:
             engine = self.engines[rank]
             steps = work[rank] if engine.is_attention else []
             count = engine.agree(len(steps), 0.0).micro_batches
-            return engine.run(steps, count, training=training)
+            hosted = [] if engine.is_attention else [tails[replica] for replica in engine.replicas_of_tails]
+            return engine.run(steps, count, training=training, tails=hosted)
 
-        return self._on_all(rank_step)[: self.layout.attention]
+        results = self._on_all(rank_step)
+        return [self._results_of(replica, results) for replica in range(self.layout.attention)]
+
+    def _results_of(self, replica: int, results: list[list[Any]]) -> list[Any]:
+        rank = self.layout.tail_rank(replica)
+        engine = self.engines[rank]
+        if engine.is_attention:
+            return results[rank]
+        return engine.tail_results[engine.replicas_of_tails.index(replica)]
 
     def step(self, batches: Batches) -> Outcome:
         """One training step from zero gradients."""
         for model in self.models:
             model.zero_grad()
         total = sum(labels(ids) for replica in batches for ids in replica)
-        work = [
-            [self._user_step(rank, ids, labels(ids) / total) for ids in batches[self.layout.index_of(rank)]]
-            for rank in range(self.layout.groups * self.layout.attention)
-        ]
-        results = self.run(work)
+        layout = self.layout
+
+        def steps(rank: int, replica: int) -> list[UserStep]:
+            return [self._user_step(rank, ids, labels(ids) / total) for ids in batches[replica]]
+
+        work = [steps(rank, layout.index_of(rank)) for rank in range(layout.groups * layout.attention)]
+        tails = [steps(layout.tail_rank(replica), replica) for replica in range(layout.attention)]
+        results = self.run(work, tails=tails)
         self._on_all(self._sum_replicas)
         losses = [
             loss.item() * step.weight
@@ -112,8 +129,7 @@ class LocalJob:
         return self.network.run([lambda rank=rank: function(rank) for rank in range(self.layout.world)])  # type: ignore[misc]
 
     def _sum_replicas(self, rank: int) -> None:
-        replicated = [p for p in self.models[rank].parameters() if is_replicated(p)]
-        sum_over_replicas(replicated, self.engines[rank].collectives)
+        sum_over_replicas(dense_parameters(self.models[rank]), self.engines[rank].collectives)
 
 
 def gradients_of(model: nn.Module) -> Gradients:
@@ -122,11 +138,11 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def join_gradients(whole: nn.Module, layout: Layout, parts: Sequence[Gradients], replica: int) -> Gradients:
-    """The gradients of one A rank and of all experts, in the shapes of the whole model; `parts` are by rank.
+    """The gradients of one replica and of all experts, in the shapes of the whole model; `parts` are by rank.
 
     Those of shared experts on F ranks are taken from one of them.
     """
-    grads: Gradients = {}
+    grads: Gradients = dict(parts[layout.tail_rank(replica)])
     for group in range(layout.groups):
         grads |= parts[layout.ranks_of(Worker("A", group))[replica]]
         grads |= parts[layout.ranks_of(Worker("F", group))[replica % layout.ffn]]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class AFDStrategy(RankedStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
-    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order and so on. Options of
+    Options are those of `AFDConfig`: attention, ffn, groups, head, micro_batches, order and so on. Options of
     Lightning's own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin,
     process_group_backend) are passed on. Raises MisconfigurationException for what cannot work.
 

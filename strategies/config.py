@@ -10,7 +10,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.model.shared import PLACES, SharedPlace
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.placement import Layout
+from lightning_afd.placement import HEADS, Head, Layout
 from lightning_afd.schedule.orders import ORDERS
 
 
@@ -24,6 +24,8 @@ class AFDConfig:
     """F ranks per group: the routed experts are divided over them."""
     groups: int = 1
     """Interleaved groups per role."""
+    head: Head = "attention"
+    """Which ranks run what lies behind the last MoE layer (norm, head, loss): "attention" or "ffn"."""
     micro_batches: int = 4
     """Parts that each batch is cut into; a batch with fewer rows uses fewer."""
     order: str = "af-pipe"
@@ -48,6 +50,8 @@ class AFDConfig:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise MisconfigurationException(f"order={self.order!r}: choose one of {', '.join(ORDERS)}")
+        if self.head not in HEADS:
+            raise MisconfigurationException(f"head={self.head!r}: choose one of {', '.join(HEADS)}")
         if self.recompute not in CHOICES:
             raise MisconfigurationException(f"recompute={self.recompute!r}: choose one of {', '.join(CHOICES)}")
         if self.shared_experts not in PLACES:
@@ -61,7 +65,7 @@ class AFDConfig:
         """The layout of a job with `world` ranks; raises MisconfigurationException where they do not fit."""
         attention, ffn = self._sizes(world)
         try:
-            layout = Layout(attention=attention, ffn=ffn, groups=self.groups)
+            layout = Layout(attention=attention, ffn=ffn, groups=self.groups, head=self.head)
         except PlanError as error:
             raise MisconfigurationException(str(error)) from None
         if layout.world != world:

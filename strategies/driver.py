@@ -16,11 +16,12 @@ from lightning_afd.batch import batch_rows, loss_weight, merge_outputs, split_ba
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
-from lightning_afd.model.place import is_replicated, owned_parameters
-from lightning_afd.namespace import MisconfigurationException
+from lightning_afd.model.place import dense_parameters, owned_parameters
+from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Recorder
+from lightning_afd.strategies.tails import NOTHING, TailErrands, Work
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,7 +43,7 @@ class StepStats:
 
 
 class Driver:
-    """Runs a module's steps on this rank: as coroutines on A ranks, as expert work on F ranks."""
+    """Runs a module's steps on this rank: as coroutines on A ranks, as expert work (and tails) on F ranks."""
 
     def __init__(
         self, engine: Engine, module: pl.LightningModule, seeds: Seeds, wish_of_rank: Callable[[], float]
@@ -54,7 +55,10 @@ class Driver:
         self._wish_of_rank = wish_of_rank
         self._module = module
         self._parameters = [parameter for _, parameter in owned_parameters(module)]
+        self._dense = dense_parameters(module)
         self._stash = GradientStash(self._parameters)
+        move = namespace_of(module).fabric("utilities.apply_func").move_data_to_device
+        self._errands = TailErrands(engine, partial(move, device=module.device))
         self._recorder = Recorder()
         self._seeds = seeds
         self._exchange = Exchange(engine.collectives, speaks=engine.has_tail)
@@ -72,31 +76,27 @@ class Driver:
         start = time.perf_counter()
         pieces = self._split(args[0]) if self.engine.is_attention else []
         weights = [self._weight(piece) for piece in pieces]
-        agreed = self.engine.agree(len(pieces), sum(weights) if self.engine.has_tail else 0.0)
+        agreed = self.engine.agree(len(pieces), sum(weights) if self.engine.leads else 0.0)
         scale = 1.0 if self._sums else 1.0 / max(agreed.total, 1e-300)
-        steps = [
-            replace(
-                self._user_step(self._module.training_step, (piece, *args[1:]), around, weight * scale),
-                seed=self._seeds.next(),
-                loss_scale=loss_scale,
-            )
-            for piece, weight in zip(pieces, weights, strict=True)
-        ]
+        work = Work(
+            args=[(piece, *args[1:]) for piece in pieces],
+            weights=[weight * scale for weight in weights],
+            seeds=[self._seeds.next() for _ in pieces],
+            loss_scale=loss_scale,
+        )
         self._stash.begin()
-        with self._recorder.capture(self._module):
-            results = self.engine.run(steps, agreed.micro_batches, training=True)
+        results = self._run(partial(self._steps, self._module.training_step, around), work, agreed.micro_batches)
         self._stash.end()
-        done = zip(results, steps, strict=True) if self.engine.has_tail else ()
-        losses = [_loss_value(result) * step.weight for result, step in done if step.weight]
+        done = zip(results, work.weights, strict=True) if self.engine.leads else ()
+        losses = [_loss_value(result) * weight for result, weight in done if weight]
         with around():  # where Lightning itself would log: metrics take the default dtype of this context
             loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
         made = installing_loss(loss, partial(self._install, loss_scale, last_of_window))
-        return merge_outputs(results, weights, made) if self.engine.has_tail else made
+        return merge_outputs(results, weights, made) if self.engine.leads else made
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
         """One batch of validation or test, forward only; returns the user's output on A ranks and None on F ranks."""
-        with self._recorder.capture(self._module):
-            results = self._run_forward(function, args, around)
+        results = self._run_forward(function, args, around)
         with around():
             self._share(torch.zeros(()), 0.0, by_rows=True)
         return results[0] if results else None
@@ -107,8 +107,17 @@ class Driver:
         return results[0] if results else None
 
     def _run_forward(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> list[Any]:
-        steps = [self._user_step(function, args, around, 1.0)] if self.engine.is_attention else []
-        return self.engine.run(steps, 1, training=False)
+        work = Work(args=[tuple(args)], weights=[1.0], seeds=[None]) if self.engine.is_attention else NOTHING
+        return self._run(partial(self._steps, function, around), work, 1, training=False)
+
+    def _run(
+        self, steps_of: Callable[[Work], list[UserStep]], work: Work, micro_batches: int, *, training: bool = True
+    ) -> list[Any]:
+        """Run the steps of this rank and the tails that others ask of it; returns what its own steps returned."""
+        tails = [steps_of(other) for other in self._errands.pass_on(work)]
+        with self._recorder.capture(self._module):
+            results = self.engine.run(steps_of(work), micro_batches, training=training, tails=tails)
+        return self._errands.bring_back(results, self.engine.tail_results)
 
     def _split(self, batch: Any) -> list[Any]:
         hook = getattr(self._module, "afd_split", None)
@@ -130,6 +139,13 @@ class Driver:
         if reduction not in ("mean", "sum"):
             raise MisconfigurationException(f"afd_loss_reduction={reduction!r}: choose 'mean' or 'sum'")
         return bool(reduction == "sum")
+
+    def _steps(self, function: Callable[..., Any], around: Around, work: Work) -> list[UserStep]:
+        micro_batches = zip(work.args, work.weights, work.seeds, strict=True)
+        return [
+            replace(self._user_step(function, args, around, weight), seed=seed, loss_scale=work.loss_scale)
+            for args, weight, seed in micro_batches
+        ]
 
     def _user_step(self, function: Callable[..., Any], args: Sequence[Any], around: Around, weight: float) -> UserStep:
         rows = _rows(args[0])
@@ -161,7 +177,7 @@ class Driver:
     def _install(self, loss_scale: float, last_of_window: Callable[[], bool], scale: Tensor) -> None:
         self._stash.install(scale / loss_scale)
         if last_of_window():
-            sum_over_replicas([p for p in self._parameters if is_replicated(p)], self.engine.collectives)
+            sum_over_replicas(self._dense, self.engine.collectives)
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""The user's hooks at the end of an epoch look at what steps left behind, which only A group 0 has: they run there.
+"""The user's hooks at the end of an epoch look at what steps left behind, so they run on the ranks where steps end.
 
-What they log is joined over the A ranks and logged on all ranks, so that monitors agree. Metrics of torchmetrics are
-reduced over the A ranks, too.
+What they log is joined over these ranks and logged on all ranks, so that monitors agree. Metrics of torchmetrics are
+reduced over these ranks, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HOOKS = tuple(f"on_{stage}_epoch_end" for stage in ("train", "validation", "tes
 class EpochHooks:
     """Stands in for the epoch-end hooks of one module until `remove`.
 
-    `guard` runs a function that talks to other ranks; `group` is the process group of the A ranks.
+    `guard` runs a function that talks to other ranks; `group` is the process group of the ranks where steps end.
     """
 
     def __init__(self, module: pl.LightningModule, engine: Engine, guard: Callable[..., Any], group: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_afd.engine import Engine
-from lightning_afd.model.place import owned_parameters, speaks_for
+from lightning_afd.model.place import is_first_copy, owned_parameters
 from lightning_afd.optimizer import clip_by_norm, measure_norm
 from lightning_afd.strategies.scaler import active_scaler
 
@@ -65,7 +65,7 @@ class GradientNorm:
 
     def _measure(self) -> float:
         engine = self._engine
-        counts = partial(speaks_for, index=engine.plan.layout.index_of(engine.rank))
+        counts = partial(is_first_copy, layout=engine.plan.layout, rank=engine.rank)
         norm = measure_norm(self._parameters, engine.collectives, counts=counts)
         self.value, self._measured = norm.value, True
         if norm.culprit is not None and active_scaler(self._precision) is None:

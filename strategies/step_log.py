@@ -1,4 +1,4 @@
-"""`self.log` of code that runs once per micro-batch: recorded on A ranks, agreed, and replayed once on every rank."""
+"""`self.log` of code that runs once per micro-batch: recorded where it ends, agreed, replayed once on every rank."""
 
 from __future__ import annotations
 
@@ -143,15 +143,16 @@ class Exchange:
         return self._collectives.all_gather([*first, *head, *padded])
 
     def _learn(self, keys: list[Key], rows: list[list[float]]) -> None:
-        """Take over the keys of the first A rank; raises PlanError where another A rank logs other names."""
+        """Take over the keys of the first rank that speaks; raises PlanError where another one logs other names."""
         hashes = {row[1] for row in rows if row[0]}
-        told = self._collectives.broadcast_object(keys, 0)
+        first = next(rank for rank, row in enumerate(rows) if row[0])
+        told = self._collectives.broadcast_object(keys, first)
         assert isinstance(told, list)
         self._keys = told
         self._slots = max(self._slots, len(told))
         if len(hashes) > 1:
             names = ", ".join(key.name for key in told)
-            raise PlanError(f"attention ranks log different values in one step (rank 0: {names}): log the same on all")
+            raise PlanError(f"ranks log different values in one step (rank {first}: {names}): log the same on all")
 
     @staticmethod
     def _hash(keys: list[Key]) -> float:

@@ -117,7 +117,7 @@ QUIET: dict[str, Any] = dict(
 )
 
 
-_OWN = ("order", "on_nonfinite", "recompute", "recompute_experts", "shared_experts")
+_OWN = ("order", "head", "on_nonfinite", "recompute", "recompute_experts", "shared_experts")
 
 
 def fit_alone(module: L.LightningModule, **options: Any) -> L.Trainer:
@@ -132,13 +132,14 @@ def fit_apart(
 ) -> L.Trainer:
     """The same script under AFDStrategy, on a rank of the pool."""
     own = {key: options.pop(key) for key in _OWN if key in options}
+    ckpt_path = options.pop("ckpt_path", None)
     trainer = L.Trainer(
         devices=p * (attention + ffn),
         strategy=AFDStrategy(attention=attention, ffn=ffn, groups=p, micro_batches=R, **own),
         plugins=[LightningEnvironment()],
         **{**QUIET, "precision": "64-true", **options},
     )
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 
 

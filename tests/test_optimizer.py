@@ -14,7 +14,7 @@ from local_job import LocalJob, make_batches, plain_step
 from tiny import tiny
 from torch import nn
 
-from lightning_afd.model.place import is_owned, speaks_for
+from lightning_afd.model.place import is_first_copy, is_owned
 from lightning_afd.optimizer import GlobalNorm, clip_by_norm, drop_foreign, measure_norm
 from lightning_afd.placement import Layout
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
@@ -35,7 +35,7 @@ def on_ranks(layout: Layout, function: Callable[[int, LocalTransport], Any]) -> 
 
 def norm_of(layout: Layout, held: list[list[nn.Parameter]], counting: set[int]) -> GlobalNorm:
     """The norm, which must be the same on all ranks."""
-    norms = on_ranks(layout, lambda rank, t: measure_norm(held[rank], t, counts=lambda p: rank in counting))
+    norms = on_ranks(layout, lambda rank, t: measure_norm(held[rank], t, counts=lambda _: rank in counting))
     assert all(repr(norm) == repr(norms[0]) for norm in norms)  # repr: NaN differs from itself
     return norms[0]
 
@@ -76,7 +76,7 @@ def test_clipping_on_one_rank_is_that_of_torch(max_norm: float, dtype: torch.dty
     theirs = copy.deepcopy(ours)
     for mine, other in zip(ours, theirs, strict=True):
         other.grad = None if mine.grad is None else mine.grad.clone()
-    norm = measure_norm(ours, OneRank(), counts=lambda p: True)  # type: ignore[arg-type]
+    norm = measure_norm(ours, OneRank(), counts=lambda _: True)  # type: ignore[arg-type]
     clip_by_norm(ours, norm.value, max_norm)
     expected = nn.utils.clip_grad_norm_(theirs, max_norm)
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
@@ -132,7 +132,9 @@ def test_norm_counts_shared_experts_of_ffn_ranks_once() -> None:
     held = [[p for p in model.parameters() if is_owned(p)] for model in job.models]
     grads = plain_step(whole, batches)[1].values()
     expected = torch.stack([grad.norm() for grad in grads]).norm().item()
-    norms = on_ranks(layout, lambda rank, t: measure_norm(held[rank], t, counts=partial(speaks_for, index=rank % 2)))
+    norms = on_ranks(
+        layout, lambda rank, t: measure_norm(held[rank], t, counts=partial(is_first_copy, layout=layout, rank=rank))
+    )
     assert norms == [GlobalNorm(pytest.approx(expected, rel=1e-12), None)] * 4
 
 

@@ -37,6 +37,26 @@ def test_layout_spelled_out() -> None:
     assert Layout(attention=2, ffn=3).describe() == "2A + 3F"
 
 
+def test_tails_on_ffn_are_shared_out_over_the_last_group() -> None:
+    few = Layout(attention=3, ffn=2, groups=2, head="ffn")
+    assert [few.tail_rank(replica) for replica in range(3)] == [8, 9, 8]
+    assert [few.tails_of(rank) for rank in range(10)] == [()] * 8 + [(0, 2), (1,)]
+    assert [few.copies_of(rank) for rank in (0, 4, 6, 8, 9)] == [
+        range(3),
+        range(3, 6),
+        range(6, 8),
+        range(8, 10),
+        range(8, 10),
+    ]
+    many = Layout(attention=2, ffn=3, head="ffn")
+    assert [many.copies_of(rank) for rank in range(2, 5)] == [range(2, 4), range(2, 4), range(4, 5)]
+    assert few.describe() == "2 x (3A + 2F, head on F)"
+    plain = Layout(attention=3, ffn=2, groups=2)
+    assert [plain.tail_rank(replica) for replica in range(3)] == [plain.first_rank(replica) for replica in range(3)]
+    with pytest.raises(PlanError, match="head='F': choose one of attention, ffn"):
+        Layout(attention=1, ffn=1, head="F")  # type: ignore[arg-type]
+
+
 @given(layout=LAYOUTS)
 def test_every_rank_has_one_place(layout: Layout) -> None:
     ranks = [rank for worker in layout.workers() for rank in layout.ranks_of(worker)]

@@ -16,7 +16,7 @@ from tiny import TinyBlock, TinyMoE, TinyRouter, tiny, tiny_hf
 from torch import Tensor, nn
 
 from lightning_afd.model import routing
-from lightning_afd.model.place import is_owned, is_replicated
+from lightning_afd.model.place import dense_parameters, is_expert, is_owned
 from lightning_afd.model.shared import WithShared
 from lightning_afd.placement import Layout
 from lightning_afd.recipes import local_job as job_module
@@ -86,7 +86,7 @@ def test_step_equals_the_plain_loop(layout: Layout, order: str) -> None:
     for name, _ in model.named_parameters():
         held = [own for one in job.models if is_owned(own := one.get_parameter(name))]
         if ".shared." in name:
-            assert len(held) == layout.ffn and all(is_replicated(own) for own in held)
+            assert len(held) == layout.ffn and not any(is_expert(own) for own in held)
             assert all(torch.equal(own.grad, held[0].grad) for own in held)
         elif ".gate." in name:
             assert len(held) == layout.attention
@@ -140,7 +140,7 @@ def test_idle_ffn_rank_has_the_group_s_gradients() -> None:
     job = job_of(model, ONE_TWO)
     assert job.step(batches).difference(*plain_step(model, batches)) < TOLERANCE
     assert job.engines[2]._role.received_rows == 0
-    shared = [[p.grad for p in one.parameters() if is_replicated(p)] for one in job.models[1:]]
+    shared = [[p.grad for p in dense_parameters(one)] for one in job.models[1:]]
     assert len(shared[0]) == 4 and all(torch.equal(a, b) for a, b in zip(*shared, strict=True))
 
 
@@ -170,7 +170,7 @@ def test_rows_travel_in_half_precision_under_autocast() -> None:
     work = [[replace(user_step(job.models[0], ids, 0.5), around=around) for ids in batches[0]]]
     got = [float(loss.detach()) for loss in job.run(work)[0]]
     assert got == pytest.approx([float(loss_of(model, ids)) for ids in batches[0]], rel=2e-2)
-    shared = [p.grad for p in job.models[1].parameters() if is_replicated(p)]
+    shared = [p.grad for p in dense_parameters(job.models[1])]
     assert {grad.dtype for grad in shared} == {torch.float32} and all(grad.any() for grad in shared)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.context import context_state, difference
+from lightning_afd.model.router_output import RouterOutput
 
 
 @dataclass(eq=False)
@@ -46,6 +47,8 @@ class Segment:
     """Whether autograd recorded what led to the experts."""
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Router logits of the graph, each with the leaf that the rest of the model sees instead."""
+    routed: Tensor | None = None
+    """Router logits without a graph, for ranks on which a stand-in takes their place."""
     chained: bool = False
     """Whether the layer itself uses that leaf again (hooks that run behind the router)."""
 
@@ -73,8 +76,8 @@ class Coroutine:
         self._seed = seed
         self._random = None if seed is None else _random_state_of(seed)
         self.segment = Segment(layer=0)
-        self.routing: tuple[Any, ...] | None = None
-        """What the last router returned: the pattern for the stand-ins."""
+        self.routing: RouterOutput | None = None
+        """What the last router returned, here or on the rank that says so: the pattern for the stand-ins."""
         self.stand_ins: dict[int, Tensor] = {}
         """Leaves that stand for the router logits of layers on other ranks."""
         self.shape = torch.Size()

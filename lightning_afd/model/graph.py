@@ -30,13 +30,10 @@ def shared_by(segments: Sequence[Segment], loss: Tensor | None) -> tuple[int, in
     return None
 
 
-def uses_copies(segments: Sequence[Segment]) -> list[int]:
-    """Segments (by layer) whose gradients reach a parameter that is trained in another A group."""
-    return [
-        segment.layer
-        for segment in segments
-        if any(getattr(leaf, "afd_copy", False) for leaf in _walk(ends_of(segment))[1])
-    ]
+def uses_copies(segments: Sequence[Segment], loss: Tensor | None) -> bool:
+    """Whether the gradients of segments or of the loss reach a parameter that is trained on other ranks."""
+    ends = [end for segment in segments for end in ends_of(segment)] + ([] if loss is None else [loss])
+    return any(getattr(leaf, "afd_copy", False) for leaf in _walk(ends)[1])
 
 
 def leaves_of(tensors: Iterable[Tensor]) -> set[Tensor]:

@@ -1,7 +1,8 @@
 """Leave each rank only the parameters that it owns; the others stay under their names, without storage.
 
-A parameter of another rank lies on the meta device. On A groups other than 0, modules of the user that run before the
-first layer keep a copy of their parameters, which is not trained: what it computes there is not used.
+A parameter of another rank lies on the meta device. Outside of the stack of layers, what is registered before the stack
+and embeddings belong to segment 0, everything else to the tail. Ranks without that segment keep a copy, which is not
+trained, of what is not as wide as a vocabulary: user code may run it, but its result must not be used there.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_afd.errors import PlanError
 from lightning_afd.model.experts import shard_experts
 from lightning_afd.model.port import patch_forward
 from lightning_afd.model.split import DecoderLayer, MoELayer, Placed, mark_of
-from lightning_afd.placement import ExpertMap
+from lightning_afd.placement import ExpertMap, Layout
 
 
 def is_owned(parameter: Tensor) -> bool:
@@ -27,14 +29,19 @@ def is_foreign(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "afd_foreign", False))
 
 
-def is_replicated(parameter: Tensor) -> bool:
-    """Whether all ranks of this rank's group train the same parameter, so that its gradients have to be added."""
-    return is_owned(parameter) and bool(getattr(parameter, "afd_replicated", False))
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter holds routed experts, of which this rank has some that no other has."""
+    return bool(getattr(parameter, "afd_expert", False))
 
 
-def speaks_for(parameter: Tensor, index: int) -> bool:
-    """Whether rank number `index` of a group counts and saves a parameter: of a replicated one only the first does."""
-    return is_owned(parameter) and (index == 0 or not is_replicated(parameter))
+def dense_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """The parameters that this rank trains and of which `Layout.copies_of` names the ranks that have them, too."""
+    return [parameter for _, parameter in owned_parameters(root) if not is_expert(parameter)]
+
+
+def is_first_copy(parameter: Tensor, layout: Layout, rank: int) -> bool:
+    """Whether a parameter that this rank trains is to be counted, or saved, here and not on an earlier rank."""
+    return is_expert(parameter) or layout.copies_of(rank)[0] == rank
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -53,9 +60,8 @@ def owned_bytes(root: nn.Module) -> int:
 
 
 def keep_attention(root: nn.Module, decoder: Sequence[DecoderLayer], segments: Sequence[int]) -> None:
-    """Make an A rank of this process: its layers without their routed experts, and on A group 0 all that is dense.
-
-    `segments` are the attention segments of its group; the group that has the tail, segment L, is group 0.
+    """Make an A rank of this process, which runs `segments`: their layers without routed experts, and what is outside
+    of the stack as far as it belongs to them.
     """
     for layer in decoder:
         if layer.moe is not None:
@@ -64,10 +70,7 @@ def keep_attention(root: nn.Module, decoder: Sequence[DecoderLayer], segments: S
                 _to_meta(layer.moe.shared.module)
         if layer.segment not in segments:
             _to_meta(layer.layer)
-    tail = sum(layer.moe is not None for layer in decoder)
-    if tail not in segments:
-        _only_copies_outside(root, decoder)
-    _mark_replicated(parameter for _, parameter in owned_parameters(root))
+    _only_copies_outside(root, decoder, segments)
 
 
 def keep_experts(root: nn.Module, owned: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> None:
@@ -75,11 +78,47 @@ def keep_experts(root: nn.Module, owned: Sequence[MoELayer], expert_maps: Sequen
 
     Shared experts that F ranks compute stay on all of them.
     """
+    _to_meta(root, keep=_shard(owned, expert_maps, index))
+
+
+def keep_experts_and_tail(
+    root: nn.Module,
+    decoder: Sequence[DecoderLayer],
+    owned: Sequence[MoELayer],
+    expert_maps: Sequence[ExpertMap],
+    index: int,
+) -> None:
+    """The same for an F rank that runs the tail: trailing layers and what is outside of the stack stay, too."""
+    keep, tail = _shard(owned, expert_maps, index), _tail_of(decoder)
+    for layer in decoder:
+        if layer.segment != tail:
+            _to_meta(layer.layer, keep)
+    _only_copies_outside(root, decoder, (tail,))
+
+
+def check_head_is_apart(root: nn.Module, decoder: Sequence[DecoderLayer]) -> None:
+    """Raise PlanError where a weight of the tail is also one of segment 0 (a tied embedding)."""
+    names = {id(module): name for name, module in root.named_modules()}
+    inputs = {id(p): names[id(m)] for m, tail in _outside(root, decoder) if not tail for p in m.parameters(False)}
+    for module in (module for module, tail in _outside(root, decoder) if tail):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in inputs:
+                raise PlanError(
+                    f"head='ffn' cannot move {names[id(module)]} away from attention ranks, because its weight is also "
+                    f"that of {inputs[id(parameter)]}: untie them (tie_word_embeddings=False) or use head='attention'"
+                )
+
+
+def _shard(owned: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> set[int]:
+    """Cut the experts of F rank number `index` out; returns the ids of their parameters, and of shared experts."""
+    kept = []
     for layer in owned:
         shard_experts(layer.experts, expert_maps[layer.index].rank_to_experts(index))
+        kept += list(layer.experts.parameters())
+    for parameter in kept:
+        parameter.afd_expert = True  # type: ignore[attr-defined]
     shared = [p for layer in owned if layer.shared is not None for p in layer.shared.module.parameters()]
-    _mark_replicated(shared)
-    _to_meta(root, keep={id(p) for p in (*shared, *(p for layer in owned for p in layer.experts.parameters()))})
+    return {id(parameter) for parameter in (*kept, *shared)}
 
 
 def stub_embeddings(root: nn.Module) -> Callable[[], None]:
@@ -112,17 +151,31 @@ def placed_at(layers: Iterable[MoELayer]) -> str | None:
     return marks[0] if marks else None
 
 
-def _mark_replicated(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.afd_replicated = True  # type: ignore[attr-defined]
+def _tail_of(decoder: Sequence[DecoderLayer]) -> int:
+    return sum(layer.moe is not None for layer in decoder)
 
 
-def _only_copies_outside(root: nn.Module, decoder: Sequence[DecoderLayer]) -> None:
-    """Outside of the stack: embeddings and what is as wide as a vocabulary go, the rest stays as untrained copies."""
+def _outside(root: nn.Module, decoder: Sequence[DecoderLayer]) -> list[tuple[nn.Module, bool]]:
+    """Modules outside of the stack, and whether they belong to the tail (else to segment 0)."""
+    stack = {id(layer.layer) for layer in decoder}
     inside = {id(module) for layer in decoder for module in layer.layer.modules()}
-    outside = [module for module in root.modules() if id(module) not in inside]
-    vocabularies = {module.num_embeddings for module in outside if isinstance(module, nn.Embedding)}
-    for module in outside:
+    found, seen = [], False
+    for module in root.modules():
+        if id(module) in inside:
+            seen = True
+        else:
+            around = not stack.isdisjoint(map(id, module.modules()))
+            found.append((module, (seen or around) and not isinstance(module, nn.Embedding)))
+    return found
+
+
+def _only_copies_outside(root: nn.Module, decoder: Sequence[DecoderLayer], segments: Sequence[int]) -> None:
+    """Of what belongs to other segments than `segments`, embeddings and what is as wide as a vocabulary go, the rest
+    stays as untrained copies.
+    """
+    outside = _outside(root, decoder)
+    vocabularies = {module.num_embeddings for module, _ in outside if isinstance(module, nn.Embedding)}
+    for module in [module for module, tail in outside if (_tail_of(decoder) if tail else 0) not in segments]:
         if isinstance(module, nn.Embedding) or getattr(module, "out_features", None) in vocabularies:
             _to_meta(module)
         else:

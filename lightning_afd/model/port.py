@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,18 +24,19 @@ from torch.utils.checkpoint import CheckpointError
 from lightning_afd.errors import PlanError
 from lightning_afd.model.compiled import inside_compiled
 from lightning_afd.model.coroutine import Coroutine, Host, Segment
+from lightning_afd.model.logits_leaf import LogitsLeaf
 from lightning_afd.model.probe import (
     check_returns,
     detached,
     distance_from_identity,
     hidden_of,
-    is_routing,
     more_than_hidden,
     normal,
     other_uses,
     uses_logits,
 )
 from lightning_afd.model.recompute import Recompute, heavy_parts, recomputed
+from lightning_afd.model.router_output import kind_of
 from lightning_afd.model.shared_port import SharedPort
 from lightning_afd.model.split import DecoderLayer, MoELayer
 
@@ -49,12 +50,12 @@ class Cut:
     """Attention segments of this group, ascending."""
     may_suspend_inside: bool
     """Whether the experts' sums come back to the rank that dispatched (one group per role)."""
+    only_hidden: bool
+    """Whether other ranks run parts of the same step, past layers of which they see the hidden states only."""
     stands_in: bool
-    """Whether this group's tail may ask for the router logits of layers of other groups."""
+    """Whether the tail runs here and may ask for the router logits of layers of other ranks."""
     recompute: Recompute = "none"
     """What a layer computes again in its backward."""
-    routers: set[type[nn.Module]] = field(default_factory=set)
-    """Classes of router modules that have been seen."""
 
     def leave(self, layer: int, name: str, hidden: Tensor) -> Tensor:
         """Behind MoE layer `layer`: wait for the next segment's input where this group owns it, else go on."""
@@ -152,7 +153,7 @@ class Boundary:
         self._check(segment)
         if self._shared is not None and segment.w_TK is not None:
             segment.w_TK = self._shared.add_weight(segment.w_TK)
-        if segment.inside:
+        if segment.inside and segment.layer != self._cut.segments[-1]:
             h = segment.base.detach()
             h = h.requires_grad_() if torch.is_grad_enabled() else h
             coroutine.segment = Segment(layer=segment.layer + 1, h=h)
@@ -162,7 +163,7 @@ class Boundary:
         return (h, *out[1:]) if isinstance(out, tuple) else h
 
     def _refuse_more(self, out: Any) -> None:
-        if isinstance(out, tuple) and not self._cut.may_suspend_inside:
+        if isinstance(out, tuple) and self._cut.only_hidden:
             raise PlanError(more_than_hidden(self._layer.name))
 
     @property
@@ -239,12 +240,12 @@ class Foreign:
         """Let the router's hooks (transformers' collector) see a leaf that is filled before the tail runs."""
         if coroutine.routing is None:
             return
-        own, *others = coroutine.routing
+        own, *others = coroutine.routing.output
         leaf = torch.full_like(own, float("nan")).requires_grad_()
         output = (leaf, *(torch.zeros_like(other) if isinstance(other, Tensor) else other for other in others))
         coroutine.stand_ins[index] = leaf
         for module in self._beside:
-            if type(module) in self._cut.routers:
+            if kind_of(module) in coroutine.routing.kinds:
                 restore = patch_forward(module, lambda *args, **kwargs: output)
                 try:
                     module(leaf)
@@ -252,32 +253,10 @@ class Foreign:
                     restore()
 
 
-class _LogitsLeaf:
-    """Hand the router's logits to the rest of the model as a leaf: an auxiliary loss stays in the tail segment."""
-
-    def __init__(self, cut: Cut, layer: MoELayer) -> None:
-        self._cut = cut
-        self._layer = layer
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        host = self._cut.host
-        coroutine = host.active
-        if coroutine is None or host.in_backward or not is_routing(output, self._layer.num_experts):
-            return output
-        logits = output[0]
-        leaf = logits.detach().requires_grad_()
-        if coroutine.segment.layer == self._layer.index:
-            coroutine.segment.logits.append((logits, leaf))
-            if self._cut.stands_in:
-                coroutine.routing = tree_map_only(Tensor, Tensor.detach, (leaf, *output[1:]))
-                self._cut.routers.add(type(module))
-        return (leaf, *output[1:])
-
-
 def install(cut: Cut, decoder: Sequence[DecoderLayer]) -> Callable[[], None]:
     """Patch the layers of an A rank in place (no wrapper modules, all names stay); returns what undoes it."""
     undo: list[Callable[[], None]] = []
-    if not cut.may_suspend_inside:
+    if cut.only_hidden:
         for layer in decoder:
             check_returns(layer)
     for layer in decoder:
@@ -290,7 +269,7 @@ def install(cut: Cut, decoder: Sequence[DecoderLayer]) -> Callable[[], None]:
                 undo += [shared.install(), patch_forward(layer.moe.shared.module, shared)]
             for module in beside_experts(layer.moe):
                 # First of all hooks: those that collect router logits shall see the leaf, also where they are older.
-                undo.append(module.register_forward_hook(_LogitsLeaf(cut, layer.moe), prepend=True).remove)
+                undo.append(module.register_forward_hook(LogitsLeaf(cut.host, layer.moe), prepend=True).remove)
             undo.append(patch_forward(layer.layer, Boundary(cut, layer.moe, port, shared)))
             undo.append(patch_forward(layer.moe.experts, port))
             if cut.recompute == "attention":

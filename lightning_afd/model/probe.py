@@ -26,7 +26,7 @@ def is_routing(output: Any, num_experts: int) -> bool:
         return False
     logits = output[0]
     chosen = any(isinstance(o, Tensor) and not o.is_floating_point() for o in output[1:])
-    return chosen and logits.requires_grad and logits.dim() >= 2 and logits.shape[-1] == num_experts
+    return chosen and logits.is_floating_point() and logits.dim() >= 2 and logits.shape[-1] == num_experts
 
 
 def hidden_of(out: Any) -> Tensor:
@@ -91,7 +91,10 @@ def detached(out: Any) -> Any:
 
 def more_than_hidden(name: str) -> str:
     """Why a layer cannot live in another group than its neighbours."""
-    return f"{name} returns more than its hidden states, for the layers behind it: such a model needs groups=1"
+    return (
+        f"{name} returns more than its hidden states, for the layers behind it: such a model needs groups=1 and "
+        "head='attention'"
+    )
 
 
 def check_returns(layer: DecoderLayer) -> None:

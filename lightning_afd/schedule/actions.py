@@ -6,8 +6,9 @@
 | E | routed experts of a layer | f forward, b input gradient, w weight gradient |
 | D | dispatch, A to F | f: x, idx, w; b: dY |
 | C | combine, F to A | f: y; b: dx, dw |
-| H | hop of the base (residual stream + shared experts) between A groups | f, b |
-| L | router logits of other A groups to and from A group 0 | f, b |
+| T | the tail (norm, head, loss) where F ranks run it, as segment `layers` | f, b |
+| H | hop of the base (residual stream + shared experts) between A groups, or of hidden states to a tail on F | f, b |
+| L | router logits of other workers to and from the tail | f, b |
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-Op = Literal["A", "E", "D", "C", "H", "L"]
+Op = Literal["A", "E", "T", "D", "C", "H", "L"]
 Phase = Literal["f", "b", "w"]
 
 
@@ -44,10 +45,10 @@ class Action:
     @classmethod
     def parse(cls, name: str) -> Action:
         """Read `str(action)` back; raises ValueError for anything else."""
-        match = re.fullmatch(r"([AEDCHL])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
+        match = re.fullmatch(r"([AETDCHL])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
         if match is None or (match[3] == "w" and match[1] != "E"):
             raise ValueError(
-                f"{name!r} is no action: expected an op of A E D C H L, a layer, a phase f or b (w only for E) "
+                f"{name!r} is no action: expected an op of A E T D C H L, a layer, a phase f or b (w only for E) "
                 "and a micro-batch, as in A3f0"
             )
         return cls(cast(Op, match[1]), int(match[2]), cast(Phase, match[3]), int(match[4]))

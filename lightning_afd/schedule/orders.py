@@ -32,8 +32,8 @@ def layer_major(shape: Shape) -> list[Action]:
     depth = {"f": 0, "b": 1, "w": 1}
 
     def key(action: Action) -> tuple[int, int, int]:
-        if action.op == "A" and action.layer == shape.layers:
-            return 0, action.layer, action.micro_batch
+        if shape.runs_tail(action):
+            return 0, shape.layers + 1, action.micro_batch
         way = depth[action.phase]
         return way, -action.layer if way else action.layer, action.micro_batch
 
@@ -48,8 +48,9 @@ class _Clock:
     its transfer included, and passes layer l in round l // p. A run of `run` >= P micro-batches passes round 0, one
     behind the other, then round 1, and so on; then the next run starts. So the forward of the i-th micro-batch of
     run r in round k at place s has the slot (r rounds + k) run + i + s. At place `turn` of the last round (the tail)
-    it turns and runs back the same way. Each action has a later slot than those that it waits for. Slots of rounds,
-    layers and micro-batches that don't exist stay empty: no count has to be a multiple of another.
+    it turns and runs back the same way; a tail on F is one place further than A group 0, which hands over to it.
+    Each action has a later slot than those that it waits for. Slots of rounds, layers and micro-batches that don't
+    exist stay empty: no count has to be a multiple of another.
     """
 
     rounds: int
@@ -68,7 +69,7 @@ class _Clock:
         return cls(
             rounds=last_round + 1,
             run=max(workers, -(-shape.micro_batches // runs)),
-            turn=2 * last_group + 2,
+            turn=2 * last_group + 2 + shape.hands_over(),
         )
 
     def forward(self, round_: int, place: int, m: int) -> int:
@@ -90,10 +91,12 @@ def af_pipe(shape: Shape) -> list[Action]:
     clock = _Clock.of(shape)
 
     def key(action: Action) -> tuple[int, int]:
-        if action.op == "A" and action.layer == shape.layers:
+        if shape.runs_tail(action):
             return clock.tail(action.micro_batch), 1
         round_, group = divmod(action.layer, shape.groups)
         place = 2 * group + (action.op == "E")
+        if action.layer == shape.layers:
+            round_, place = clock.rounds - 1, clock.turn - 1
         if action.phase == "f":
             return clock.forward(round_, place, action.micro_batch), 0
         return clock.backward(round_, place, action.micro_batch), 2

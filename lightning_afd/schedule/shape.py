@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Worker
-from lightning_afd.schedule.actions import Action, Phase
+from lightning_afd.placement import Head, Worker, tail_worker
+from lightning_afd.schedule.actions import Action, Op, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,8 @@ class Shape:
     """The size of a step. Group g owns the MoE layers l with l mod groups == g, on its A and on its F worker.
 
     Segment l < layers leads from the experts of layer l-1 to the dispatch of layer l; segment `layers` is the tail
-    (trailing layers, norm, head, loss), always on A group 0.
+    (trailing layers, norm, head, loss). With the tail on F ranks (T), A group 0 keeps of that segment only h = base + y
+    and its gradient: it passes h on by the hop H behind the last layer.
     """
 
     layers: int
@@ -26,7 +27,9 @@ class Shape:
     micro_batches: int
     """Micro-batches per step and A rank (R)."""
     router_logits: bool = False
-    """Whether the loss, on A group 0, needs the router logits of all layers."""
+    """Whether the loss needs the router logits of all layers."""
+    head: Head = "attention"
+    """Role of the worker that runs the tail."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "groups", "micro_batches"):
@@ -42,23 +45,31 @@ class Shape:
         """The A worker of a segment, 0 to `layers`."""
         return Worker("A", 0 if segment == self.layers else segment % self.groups)
 
+    @property
+    def tail(self) -> Worker:
+        """The worker that runs trailing layers, norm, head and loss."""
+        return tail_worker(self.head, self.groups)
+
     def experts(self, layer: int) -> Worker:
         """The F worker of a layer."""
         return Worker("F", layer % self.groups)
 
     def owner(self, action: Action) -> Worker:
-        """The worker that computes an A or E action."""
+        """The worker that computes an A, E or T action."""
+        if action.op == "T":
+            return self.tail
         return self.experts(action.layer) if action.op == "E" else self.attention(action.layer)
 
     def endpoints(self, action: Action) -> tuple[Worker, Worker]:
         """Sender and receiver of a D, C, H or L action."""
         layer, forward = action.layer, action.phase == "f"
-        before, after, experts = self.attention(layer), self.attention(layer + 1), self.experts(layer)
+        before, experts = self.attention(layer), self.experts(layer)
+        after = self.tail if layer == self.layers else self.attention(layer + 1)
         if action.op == "D":
             return (before if forward else after), experts
         if action.op == "C":
             return experts, (after if forward else before)
-        other = after if action.op == "H" else Worker("A", 0)
+        other = after if action.op == "H" else self.tail
         return (before, other) if forward else (other, before)
 
     def places(self, action: Action) -> tuple[Worker, ...]:
@@ -69,9 +80,17 @@ class Shape:
         """Whether the base changes its A worker from segment `layer` to the next one (H exists)."""
         return self.attention(layer) != self.attention(layer + 1)
 
+    def hands_over(self) -> bool:
+        """Whether the tail is run by F ranks (T exists, and H behind the last layer)."""
+        return self.tail.role == "F"
+
+    def runs_tail(self, action: Action) -> bool:
+        """Whether an action is the forward or backward of the tail."""
+        return action.layer == self.layers and action.op == ("T" if self.hands_over() else "A")
+
     def sends_logits(self, layer: int) -> bool:
-        """Whether the router logits of a layer travel to A group 0 (L exists)."""
-        return self.router_logits and self.attention(layer).group != 0
+        """Whether the router logits of a layer travel to the tail (L exists)."""
+        return self.router_logits and self.attention(layer) != self.tail
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
         """What must be finished before an action may start: the dependency rule, stated only here."""
@@ -83,10 +102,16 @@ class Shape:
                 return self._before_backward(layer, m)
             case "Df" | "Hf" | "Lf":
                 return (Action("A", layer, "f", m),)
+            case "Hb" if layer == self.layers:
+                return (self._tail("b", m),)
             case "Db" | "Hb":
                 return (Action("A", layer + 1, "b", m),)
             case "Lb":
-                return (Action("A", self.layers, "b", m),)
+                return (self._tail("b", m),)
+            case "Tf":
+                return (Action("H", layer, "f", m), *self._logits(m))
+            case "Tb":
+                return (self._tail("f", m),)
             case "Ef":
                 return (Action("D", layer, "f", m),)
             case "Eb":
@@ -101,16 +126,21 @@ class Shape:
         if segment == 0:
             return ()
         inputs = (Action("C", segment - 1, "f", m), self._base(segment - 1, "f", m))
-        if segment < self.layers:
-            return inputs
-        return inputs + tuple(Action("L", layer, "f", m) for layer in range(self.layers) if self.sends_logits(layer))
+        return inputs if segment < self.layers or self.hands_over() else inputs + self._logits(m)
 
     def _before_backward(self, segment: int, m: int) -> tuple[Action, ...]:
         own = Action("A", segment, "f", m)
         if segment == self.layers:
-            return (own,)
+            return (own, Action("H", segment, "b", m)) if self.hands_over() else (own,)
         gradients = (own, Action("C", segment, "b", m), self._base(segment, "b", m))
         return (*gradients, Action("L", segment, "b", m)) if self.sends_logits(segment) else gradients
+
+    def _logits(self, m: int) -> tuple[Action, ...]:
+        return tuple(Action("L", layer, "f", m) for layer in range(self.layers) if self.sends_logits(layer))
+
+    def _tail(self, phase: Phase, m: int) -> Action:
+        """The action that runs the tail."""
+        return Action("T" if self.hands_over() else "A", self.layers, phase, m)
 
     def _base(self, layer: int, phase: Phase, m: int) -> Action:
         """What brings the base over layer `layer`: a hop, or the neighbouring segment on the same worker."""
@@ -131,6 +161,8 @@ class Shape:
             for layer in range(self.layers):
                 yield from self._forward(layer, m)
             yield Action("A", self.layers, "f", m)
+            if self.hands_over():
+                yield from (Action(op, self.layers, phase, m) for op, phase in _HANDED_OVER)
             yield Action("A", self.layers, "b", m)
             for layer in reversed(range(self.layers)):
                 yield from self._backward(layer, m)
@@ -155,6 +187,9 @@ class Shape:
         yield Action("C", layer, "b", m)
         yield Action("E", layer, "w", m)
         yield Action("A", layer, "b", m)
+
+
+_HANDED_OVER: tuple[tuple[Op, Phase], ...] = (("H", "f"), ("T", "f"), ("T", "b"), ("H", "b"))
 
 
 @dataclass(frozen=True)

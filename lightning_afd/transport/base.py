@@ -15,7 +15,7 @@ Channel = Literal["Df", "Cf", "Db", "Cb", "Hf", "Hb", "Lf", "Lb"]
 """Direction and use: dispatch and combine, base hops and router logits, each forward and backward."""
 CHANNELS: tuple[Channel, ...] = ("Df", "Cf", "Db", "Cb")
 GROUP_CHANNELS: tuple[Channel, ...] = ("Hf", "Hb", "Lf", "Lb")
-"""Channels between A groups, where there are several."""
+"""Channels between A groups, where there are several, and to and from tails on F ranks."""
 
 
 class Incoming(Protocol):
@@ -39,7 +39,7 @@ class Transport(Protocol):
 
 
 class Collectives(Protocol):
-    """Small agreements between all ranks; called once or twice per step."""
+    """Small agreements between ranks; called once or twice per step."""
 
     def all_gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values` (float64, equal lengths), by rank."""
@@ -47,11 +47,17 @@ class Collectives(Protocol):
     def broadcast_object(self, value: object, source: int) -> object:
         """The object of rank `source` on every rank."""
 
+    def send_object(self, value: object, receiver: int) -> None:
+        """Send any picklable object to one rank, which calls `receive_object`."""
+
+    def receive_object(self, sender: int) -> object:
+        """The next object that `sender` sends to this rank."""
+
     def sum_over_replicas(self, tensor: Tensor) -> None:
-        """Add `tensor` in place over the ranks of this rank's own group."""
+        """Add `tensor` in place over the ranks that hold the same dense parameters (Layout.copies_of)."""
 
     def copy_from_first_replica(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with that of the first rank of this rank's own group."""
+        """Overwrite `tensor` with that of the first of these ranks."""
 
 
 MAX_MICRO_BATCHES = 4096

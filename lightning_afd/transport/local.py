@@ -6,6 +6,7 @@ deadlock and is reported at once with what each rank waits for.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
@@ -26,6 +27,8 @@ class LocalNetwork:
         self.layout = layout
         self.sent_bytes: dict[tuple[Channel, int, int], int] = {}
         """Bytes per (channel, sender, receiver)."""
+        self.objects: defaultdict[tuple[int, int], deque[object]] = defaultdict(deque)
+        """Objects on their way, by (sender, receiver)."""
         self._mail: dict[tuple[Channel, int, int, int], Tensor] = {}
         self._hold = hold or (lambda channel, tag: False)
         self._gathered: dict[tuple[range, int], dict[int, Any]] = {}
@@ -101,7 +104,7 @@ class LocalTransport:
         self._rank = rank
         layout = network.layout
         self._world = range(layout.world)
-        self._replicas = layout.ranks_of(layout.worker_of(rank))
+        self._replicas = layout.copies_of(rank)
         self._serial = {self._world: 0, self._replicas: 0}
 
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _LocalIncoming:
@@ -119,6 +122,14 @@ class LocalTransport:
 
     def broadcast_object(self, value: object, source: int) -> object:
         return self._exchange(self._world, value)[source]
+
+    def send_object(self, value: object, receiver: int) -> None:
+        self._network.objects[self._rank, receiver].append(value)
+
+    def receive_object(self, sender: int) -> object:
+        box = self._network.objects[sender, self._rank]
+        self._network.wait_until(self._rank, lambda: bool(box), f"an object of rank {sender}")
+        return box.popleft()
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         box = self._exchange(self._replicas, tensor.clone())

@@ -26,12 +26,11 @@ class ProcessGroups:
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
-        names = CHANNELS if layout.groups == 1 else CHANNELS + GROUP_CHANNELS
+        names = CHANNELS if layout.groups == 1 and layout.head == "attention" else CHANNELS + GROUP_CHANNELS
         self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in names}
         self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
         self.replicas: Any = None
-        for worker in layout.workers():
-            ranks = layout.ranks_of(worker)
+        for ranks in dict.fromkeys(layout.copies_of(other) for other in everyone):
             group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
                 self.replicas = group
@@ -103,6 +102,14 @@ class P2PTransport:
         everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(value, everyone, dst=0, group=self._groups.control)
         return everyone
+
+    def send_object(self, value: object, receiver: int) -> None:
+        dist.send_object_list([value], dst=receiver, group=self._groups.control)
+
+    def receive_object(self, sender: int) -> object:
+        box = [None]
+        dist.recv_object_list(box, src=sender, group=self._groups.control)
+        return box[0]
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)

@@ -220,7 +220,7 @@ def test_undo_puts_back_a_forward_that_the_instance_had() -> None:
     first, second = model.layers
     wrapped = partial(TinyLayer.forward, first)
     first.forward = wrapped
-    cut = Cut(host=Host(), segments=(0, 1, 2), may_suspend_inside=True, stands_in=False)
+    cut = Cut(host=Host(), segments=(0, 1, 2), may_suspend_inside=True, only_hidden=False, stands_in=False)
     undo = install(cut, decoder_layers(model, find_moe_layers(model)))
     assert first.forward is not wrapped and "forward" in vars(second)
     undo()

@@ -82,6 +82,13 @@ def test_any_action_moved_before_what_it_waits_for_is_found() -> None:
                 assert f"{worker} waits at " in text.splitlines()[0]
 
 
+def test_tail_on_ffn_that_waits_for_itself_is_found() -> None:
+    schedule = build("sequential", Shape(layers=1, micro_batches=1, head="ffn"))
+    assert fault(edited(schedule, F0, swap("H1f0", "H1b0"))).startswith(
+        "A0 waits at H1b0 for T1b0; F0 waits at H1b0 for T1b0"
+    )
+
+
 def test_foreign_actions_are_found() -> None:
     schedule = build("sequential", Shape(layers=1, micro_batches=1))
     foreign = edited(schedule, A0, lambda program: (*program, Action.parse("E0w0")))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from unit_time import Paper, overhead
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Worker
+from lightning_afd.placement import HEADS, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check, in_flight
 from lightning_afd.schedule.orders import ORDERS, build
@@ -19,6 +19,7 @@ SHAPES = st.builds(
     groups=st.integers(1, 4),
     micro_batches=st.integers(1, 13),
     router_logits=st.booleans(),
+    head=st.sampled_from(HEADS),
 )
 GOLDEN = {
     "sequential": """
@@ -36,7 +37,7 @@ GOLDEN["af-pipe"] = GOLDEN["layer-major"]  # two micro-batches are too few to be
 
 
 def text(schedule: Schedule) -> str:
-    return " ".join(schedule.text().split()[5:])
+    return " ".join(schedule.text().split()[6:])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -62,6 +63,16 @@ def test_one_machine_could_execute_an_order_from_its_start(order: str, shape: Sh
     for action in ORDERS[order](shape):
         assert seen.issuperset(shape.producers(action))
         seen.add(action)
+
+
+def test_tail_on_ffn_in_order() -> None:
+    """A hands all micro-batches over before it waits for a gradient; F takes one after the other."""
+    schedule = build("layer-major", Shape(layers=1, micro_batches=2, head="ffn"))
+    assert text(schedule) == (
+        "A0: A0f0 D0f0 A0f1 D0f1 C0f0 A1f0 H1f0 C0f1 A1f1 H1f1 H1b0 A1b0 D0b0 H1b1 A1b1 D0b1 C0b0 A0b0 C0b1 A0b1 "
+        "F0: D0f0 E0f0 C0f0 D0f1 E0f1 C0f1 H1f0 T1f0 T1b0 H1b0 H1f1 T1f1 T1b1 H1b1 "
+        "D0b0 E0b0 C0b0 E0w0 D0b1 E0b1 C0b1 E0w1"
+    )
 
 
 def test_unknown_order_lists_the_choices() -> None:

@@ -72,6 +72,42 @@ def test_places_spelled_out() -> None:
             assert [str(worker) for worker in shape.places(Action.parse(name))] == workers, name
 
 
+# The same with the tail on F1: A0 hands hidden states over behind the last layer, router logits of all layers go to F1.
+HANDED_OVER = """
+A3f0: C2f0 A2f0
+H3f0: A3f0
+T3f0: H3f0 L0f0 L1f0 L2f0
+T3b0: T3f0
+H3b0: T3b0
+A3b0: A3f0 H3b0
+D2b0: A3b0
+L2b0: T3b0
+A2b0: A2f0 C2b0 A3b0 L2b0
+L0b0: T3b0
+A0b0: A0f0 C0b0 H0b0 L0b0
+"""
+
+
+def test_tail_on_ffn_spelled_out() -> None:
+    shape = dataclasses.replace(example(), head="ffn")
+    lines = [f"{action}: {' '.join(map(str, shape.dependencies(action)))}".strip() for action in shape.actions()]
+    added = [line for line in HANDED_OVER.strip().splitlines() if line not in lines]
+    assert added == []
+    names = {line.partition(":")[0] for line in [*RULE.strip().splitlines(), *HANDED_OVER.strip().splitlines()]}
+    assert {line.partition(":")[0] for line in lines} == names | {"L0f0", "L2f0"}
+    places = {
+        "T3f0": "F1",
+        "T3b0": "F1",
+        "A3f0": "A0",
+        "H3f0": "A0 F1",
+        "H3b0": "F1 A0",
+        "L2f0": "A0 F1",
+        "L1b0": "F1 A1",
+    }
+    for name, workers in places.items():
+        assert " ".join(map(str, shape.places(Action.parse(name)))) == workers, name
+
+
 def test_actions_come_once_and_after_what_they_wait_for() -> None:
     shape = example(micro_batches=3)
     seen: set[Action] = set()
@@ -110,7 +146,8 @@ def test_sizes_are_checked(name: str) -> None:
 
 
 def test_fields_are_frozen() -> None:
-    assert [field.name for field in dataclasses.fields(Shape)] == ["layers", "groups", "micro_batches", "router_logits"]
+    names = [field.name for field in dataclasses.fields(Shape)]
+    assert names == ["layers", "groups", "micro_batches", "router_logits", "head"]
     assert all(field.kw_only for field in dataclasses.fields(Shape))
     with pytest.raises(dataclasses.FrozenInstanceError):
         example().layers = 4  # type: ignore[misc]
@@ -123,7 +160,7 @@ def test_digest_is_stable() -> None:
     assert build("sequential", Shape(layers=1, micro_batches=1)).digest() == SEQUENTIAL_DIGEST
 
 
-SEQUENTIAL_DIGEST = "45c99f66be866b81c9a9b6a66f00621cf4fe26325ca2f8752fbebd99ba30d7c1"
+SEQUENTIAL_DIGEST = "daeb43060db12fabf7883d59135e79886fd391dc50408378a8e0ae615322c2d8"
 
 
 def _swapped(schedule: Schedule, worker: Worker) -> Schedule:
@@ -133,7 +170,7 @@ def _swapped(schedule: Schedule, worker: Worker) -> Schedule:
 
 def test_digest_changes_with_anything() -> None:
     schedule = build("af-pipe", example(4))
-    sizes = ({"layers": 4}, {"groups": 1}, {"micro_batches": 5}, {"router_logits": False})
+    sizes = ({"layers": 4}, {"groups": 1}, {"micro_batches": 5}, {"router_logits": False}, {"head": "ffn"})
     others = [dataclasses.replace(schedule, shape=dataclasses.replace(schedule.shape, **size)) for size in sizes]
     others += [_swapped(schedule, worker) for worker in schedule.programs]
     others.append(dataclasses.replace(schedule, order="layer-major"))

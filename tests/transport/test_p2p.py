@@ -115,7 +115,9 @@ def groups_in_order(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
         _, groups, _ = connect(layout)
     finally:
         dist.new_group, dist.all_reduce = new_group, all_reduce
-    assert len({id(group) for group in [*groups.channels.values(), groups.control, dist.group.WORLD]}) == 6
+    assert len({id(group) for group in [*groups.channels.values(), groups.control, dist.group.WORLD]}) == 2 + len(
+        groups.channels
+    )
     return made, warmed
 
 
@@ -125,6 +127,28 @@ def test_groups_are_made_and_warmed_in_one_order(pool: RankPool) -> None:
     for rank, (made, warmed) in enumerate(answers):
         assert made == [everyone] * 5 + [attention, ffn]
         assert warmed == [everyone] * 5 + [attention if rank < 3 else ffn]
+
+
+def objects() -> object:
+    """What each of two ranks sends the other."""
+    rank, _, transport = connect(Layout(attention=1, ffn=1))
+    if rank == 0:
+        transport.send_object({"rows": torch.arange(3)}, 1)
+        return transport.receive_object(1)
+    received = transport.receive_object(0)
+    transport.send_object("got it", 0)
+    return received
+
+
+def test_objects_of_two_ranks(pool: RankPool) -> None:
+    answer, received = pool.run(objects, 2)
+    assert answer == "got it" and received["rows"].tolist() == [0, 1, 2]
+
+
+def test_ranks_with_tails_have_a_group_of_their_own(pool: RankPool) -> None:
+    made, warmed = zip(*pool.run(groups_in_order, 4, Layout(attention=1, ffn=3, head="ffn")), strict=True)
+    assert all(groups == [[0, 1, 2, 3]] * 9 + [[0], [1], [2, 3]] for groups in made)
+    assert [groups[-1] for groups in warmed] == [[0], [1], [2, 3], [2, 3]]
 
 
 def talk() -> tuple[int, int, list[Any]]:
