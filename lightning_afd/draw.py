@@ -16,6 +16,8 @@ _COLORS = {
     ("E", "f"): "#f2a65a",
     ("E", "b"): "#c8621b",
     ("E", "w"): "#8c3d0b",
+    ("T", "f"): "#9d7bb0",
+    ("T", "b"): "#5d3a70",
 }
 _NAMES = {
     ("A", "f"): "attention forward",
@@ -23,6 +25,8 @@ _NAMES = {
     ("E", "f"): "experts forward",
     ("E", "b"): "experts input gradient",
     ("E", "w"): "experts weight gradient",
+    ("T", "f"): "head forward",
+    ("T", "b"): "head backward",
 }
 _WAIT, _SEND = "#d5d5d5", "#6fb58a"
 
@@ -46,7 +50,8 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     axes.set_xlim(0, (end - start) * 1e3)
     axes.set_xlabel("ms")
     axes.set_title(title, loc="left", fontsize=10)
-    handles = [Patch(color=_COLORS[key], label=_NAMES[key]) for key in _COLORS]
+    drawn = {(span.action.op, span.action.phase) for span in timeline.spans}
+    handles = [Patch(color=_COLORS[key], label=_NAMES[key]) for key in _COLORS if key in drawn]
     handles += [Patch(color=_SEND, label="packing and sending"), Patch(color=_WAIT, label="waiting for a message")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)

@@ -32,11 +32,17 @@ class Timeline:
 
     def waits(self, span: Span) -> bool:
         """Whether the span is a receive."""
-        return span.action.op == received_op(self.layout.worker_of(span.rank).role)
+        return is_receive(span.action, self._role(span.rank), segments_of(self._of(span.rank)))
 
     def exposed(self, rank: int) -> float:
         """Share of a rank's step in which it waits for messages (0..1)."""
-        return exposed_share([span for span in self.spans if span.rank == rank], self.layout.worker_of(rank).role)
+        return exposed_share(self._of(rank), self._role(rank))
+
+    def _of(self, rank: int) -> list[Span]:
+        return [span for span in self.spans if span.rank == rank]
+
+    def _role(self, rank: int) -> Role:
+        return self.layout.worker_of(rank).role
 
 
 def exposed_share(spans: Sequence[Span], role: Role) -> float:
@@ -47,11 +53,21 @@ def exposed_share(spans: Sequence[Span], role: Role) -> float:
     return waiting_seconds(spans, role) / total if total > 0 else 0.0
 
 
-def waiting_seconds(spans: Iterable[Span], role: Role) -> float:
-    """Seconds in receives."""
-    return sum(span.seconds for span in spans if span.action.op == received_op(role))
+def waiting_seconds(spans: Sequence[Span], role: Role) -> float:
+    """Seconds in receives of one rank's spans."""
+    segments = segments_of(spans)
+    return sum(span.seconds for span in spans if is_receive(span.action, role, segments))
 
 
-def received_op(role: Role) -> str:
-    """What a rank waits for: an A rank for combines, an F rank for dispatches."""
-    return "C" if role == "A" else "D"
+def segments_of(spans: Iterable[Span]) -> frozenset[int]:
+    """The attention segments that a rank has computed."""
+    return frozenset(span.action.layer for span in spans if span.action.op == "A")
+
+
+def is_receive(action: Action, role: Role, segments: frozenset[int]) -> bool:
+    """Whether a rank with these segments waits in an action: A for combines, F for dispatches, and both for hops and
+    router logits, which come back to the rank of their segment and go forward to another one.
+    """
+    if action.op in "HL":
+        return (action.phase == "b") == (action.layer in segments)
+    return action.op == ("C" if role == "A" else "D")

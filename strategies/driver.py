@@ -85,7 +85,8 @@ class Driver:
             loss_scale=loss_scale,
         )
         self._stash.begin()
-        results = self._run(partial(self._steps, self._module.training_step, around), work, agreed.micro_batches)
+        with self._recorder.capture(self._module):
+            results = self._run(partial(self._steps, self._module.training_step, around), work, agreed.micro_batches)
         self._stash.end()
         done = zip(results, work.weights, strict=True) if self.engine.leads else ()
         losses = [_loss_value(result) * weight for result, weight in done if weight]
@@ -96,7 +97,8 @@ class Driver:
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
         """One batch of validation or test, forward only; returns the user's output on A ranks and None on F ranks."""
-        results = self._run_forward(function, args, around)
+        with self._recorder.capture(self._module):
+            results = self._run_forward(function, args, around)
         with around():
             self._share(torch.zeros(()), 0.0, by_rows=True)
         return results[0] if results else None
@@ -115,8 +117,7 @@ class Driver:
     ) -> list[Any]:
         """Run the steps of this rank and the tails that others ask of it; returns what its own steps returned."""
         tails = [steps_of(other) for other in self._errands.pass_on(work)]
-        with self._recorder.capture(self._module):
-            results = self.engine.run(steps_of(work), micro_batches, training=training, tails=tails)
+        results = self.engine.run(steps_of(work), micro_batches, training=training, tails=tails)
         return self._errands.bring_back(results, self.engine.tail_results)
 
     def _split(self, batch: Any) -> list[Any]:

@@ -52,6 +52,18 @@ def test_auxiliary_loss_and_everything_else(attention: int, ffn: int, groups: in
     assert difference(model_of(**EVERYTHING), on_ffn(attention, ffn, groups), make_batches(attention, 2)) < TOLERANCE
 
 
+@pytest.mark.parametrize(("attention", "ffn", "groups"), [(2, 2, 1), (3, 2, 2)])
+def test_shared_experts_beside_the_tail(attention: int, ffn: int, groups: int) -> None:
+    model, batches = model_of(**EVERYTHING), make_batches(attention, 2)
+    job = LocalJob(model, on_ffn(attention, ffn, groups), shared_experts="ffn")
+    assert job.step(batches).difference(*plain_step(model, batches)) < TOLERANCE
+
+
+def test_shared_experts_on_ranks_without_a_tail_are_refused() -> None:
+    with pytest.raises(PlanError, match="ffn=3 is more than attention=1: leave one of the two"):
+        LocalJob(model_of(shared_expert=True), on_ffn(1, 3), shared_experts="ffn")
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_other_sizes(groups: int) -> None:
     """One layer, one micro-batch, replicas that bring different numbers of them, some of them masked."""

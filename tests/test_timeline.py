@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_afd.placement import Layout
+from lightning_afd.placement import Layout, Role
 from lightning_afd.schedule.actions import Action
 from lightning_afd.timeline import Span, Timeline, exposed_share, waiting_seconds
 
@@ -29,6 +29,18 @@ def test_attention_ranks_wait_for_combines_and_ffn_ranks_for_dispatches() -> Non
     assert exposed_share(spans(ATTENTION), "A") == pytest.approx(3.0 / 10.0)
     assert exposed_share(spans(FFN), "F") == pytest.approx(5.5 / 8.0)
     assert spans(ATTENTION)[3].seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "role", "seconds"),
+    [
+        ("A1f0 0-1, H1f0 1-2, L1f0 2-4, H0f0 4-8, H1b0 8-16, A1b0 16-17, H0b0 17-18", "A", 12.0),  # A1 of two groups
+        ("A0f0 0-1, A1f0 1-2, H1f0 2-4, H1b0 4-8, L0b0 8-16", "A", 12.0),  # the tail is on F
+        ("H1f0 0-1, L0f0 1-3, T1f0 3-4, T1b0 4-5, H1b0 5-6, L0b0 6-7", "F", 3.0),  # here
+    ],
+)
+def test_hops_and_router_logits_are_waited_for_at_their_receiver(text: str, role: Role, seconds: float) -> None:
+    assert waiting_seconds(spans(text), role) == seconds
 
 
 @pytest.mark.parametrize("text", ["A0f0 5-5", "C0f0 5-5"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -113,6 +114,33 @@ def test_run(pool: RankPool, attention: int, ffn: int, groups: int, micro_batche
     predicted = torch.stack([rank.predictions[0] for rank in got[:attention]], 1).flatten(0, 1)
     assert torch.allclose(predicted, want.predictions[0], atol=1e-9)
     assert not any(rank.predictions for rank in got[groups * attention :])
+
+
+def moved_in_bf16(head: str, meta: bool) -> dict[str, Tensor]:
+    """What two steps with everything that makes a step less plain leave on this rank."""
+    L.seed_everything(3)
+    module = Lazy(steps()) if meta else LM(steps(), aux=0.05)
+    options = {"recompute": "full", "recompute_experts": True, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
+    fit_apart(module, 2, 1, R=2, head=head, **options)
+    return weights(module)
+
+
+class Lazy(LM):
+    """Made on the meta device."""
+
+    def __init__(self, steps: list[dict[str, Tensor]]) -> None:
+        with torch.device("meta"):
+            super().__init__(steps)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_both_places_of_the_head_give_the_same_bits(pool: RankPool, meta: bool) -> None:
+    """With autocast, recompute, accumulation with a short last window; parameters of a model made on the meta device
+    start alike, too.
+    """
+    want, got = (join(pool.run(moved_in_bf16, 3, head, meta)) for head in ("attention", "ffn"))
+    assert want.keys() == got.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
 def test_run_sees_tails_that_are_not_summed(pool: RankPool) -> None:
