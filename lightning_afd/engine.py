@@ -132,7 +132,7 @@ class Engine:
             keep_attention(root, decoder_layers(root, layers), self._peers.segments)
         else:
             owned = [layers[index] for index in self._peers.layers]
-            keep_experts(root, owned, self._expert_maps(), self.plan.layout.index_of(self.rank))
+            keep_experts(root, owned, self.expert_maps(), self.plan.layout.index_of(self.rank))
 
     def materialise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Collective: give what this rank owns and was made on the meta device its first values, and make the dense
@@ -144,7 +144,7 @@ class Engine:
         index = self.plan.layout.index_of(self.rank)
         ids: dict[nn.Module, Sequence[int]] = {}
         if not self.is_attention:
-            maps = self._expert_maps()
+            maps = self.expert_maps()
             ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
         materialise(root, ids, device, seed)
         if self.is_attention and self.plan.layout.attention > 1:
@@ -182,7 +182,7 @@ class Engine:
             recompute=self.plan.recompute,
         )
         self._undo += [install(cut, decoder_layers(root, layers)), stub_embeddings(root)]
-        maps = self._expert_maps()
+        maps = self.expert_maps()
         routers = {index: Router(maps[index], self.plan.layout.ffn, device) for index in peers.layers}
         return AttentionRank(self.link, cut.host, routers, peers)
 
@@ -235,7 +235,8 @@ class Engine:
         """Share of the last step in which this rank waited for messages (0..1)."""
         return exposed_share(self.runtime.spans, self.worker.role)
 
-    def _expert_maps(self) -> list[ExpertMap]:
+    def expert_maps(self) -> list[ExpertMap]:
+        """Owner of each expert, per MoE layer."""
         return [ExpertMap.contiguous(experts, self.plan.layout.ffn) for experts in self.plan.experts]
 
 

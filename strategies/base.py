@@ -89,6 +89,10 @@ class RankedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
+    def expert_maps(self) -> list[dict[str, Any]]:
+        """Which F rank owns which expert, per MoE layer, as plain values."""
+        raise NotImplementedError
+
     # -- process groups -------------------------------------------------------------------------------------------
 
     @override

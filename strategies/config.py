@@ -37,6 +37,8 @@ class AFDConfig:
 
     Without clipping the norm is not measured.
     """
+    weights_only: bool = True
+    """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
     """How long a rank waits for a message before it gives up."""
 

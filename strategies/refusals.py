@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -22,6 +23,11 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException("strategy afd cannot run training_step(dataloader_iter): take a batch instead")
+    io = trainer.strategy.checkpoint_io
+    if type(io) is not TorchCheckpointIO:
+        raise MisconfigurationException(
+            f"strategy afd writes its checkpoints itself and cannot use {type(io).__name__}: remove the plugin"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, _CALLBACKS):
             raise MisconfigurationException(
