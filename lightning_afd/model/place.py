@@ -47,21 +47,19 @@ def keep_attention(root: nn.Module, decoder: Sequence[DecoderLayer], segments: S
 
     `segments` are the attention segments of its group; the group that has the tail, segment L, is group 0.
     """
-    for layer in decoder:
-        if layer.moe is not None:
-            _to_meta(layer.moe.experts)
-        if layer.segment not in segments:
-            _to_meta(layer.layer)
+    gone = [layer.moe.experts for layer in decoder if layer.moe is not None]
+    gone += [layer.layer for layer in decoder if layer.segment not in segments]
     tail = sum(layer.moe is not None for layer in decoder)
     if tail not in segments:
-        _only_copies_outside(root, decoder)
+        gone += _only_copies_outside(root, decoder)
+    _to_meta(gone)
 
 
 def keep_experts(root: nn.Module, owned: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> None:
     """Make F rank number `index` of a group of this process: only its own experts of the group's layers stay."""
     for layer in owned:
         shard_experts(layer.experts, expert_maps[layer.index].rank_to_experts(index))
-    _to_meta(root, keep={id(parameter) for layer in owned for parameter in layer.experts.parameters()})
+    _to_meta([root], keep={id(parameter) for layer in owned for parameter in layer.experts.parameters()})
 
 
 def stub_embeddings(root: nn.Module) -> Callable[[], None]:
@@ -94,23 +92,25 @@ def placed_at(layers: Iterable[MoELayer]) -> str | None:
     return marks[0] if marks else None
 
 
-def _only_copies_outside(root: nn.Module, decoder: Sequence[DecoderLayer]) -> None:
-    """Outside of the stack: embeddings and what is as wide as a vocabulary go, the rest stays as untrained copies."""
+def _only_copies_outside(root: nn.Module, decoder: Sequence[DecoderLayer]) -> list[nn.Module]:
+    """Outside of the stack, mark what stays as untrained copies; returns embeddings and what is as wide as one."""
     inside = {id(module) for layer in decoder for module in layer.layer.modules()}
     outside = [module for module in root.modules() if id(module) not in inside]
     vocabularies = {module.num_embeddings for module in outside if isinstance(module, nn.Embedding)}
+    gone = []
     for module in outside:
         if isinstance(module, nn.Embedding) or getattr(module, "out_features", None) in vocabularies:
-            _to_meta(module)
+            gone.append(module)
         else:
             for parameter in module.parameters(recurse=False):
                 parameter.afd_copy = True  # type: ignore[attr-defined]
+    return gone
 
 
-def _to_meta(root: nn.Module, keep: Iterable[int] = ()) -> None:
-    """Replace parameters by equally named ones without storage; tied parameters stay tied."""
+def _to_meta(roots: Iterable[nn.Module], keep: Iterable[int] = ()) -> None:
+    """Replace parameters by equally named ones without storage; tied parameters, also between roots, stay tied."""
     kept, replaced = set(keep), dict[int, nn.Parameter]()
-    for module in root.modules():
+    for module in (module for root in roots for module in root.modules()):
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in kept:
                 continue

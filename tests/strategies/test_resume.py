@@ -123,7 +123,7 @@ def test_dropout_differs_between_replicas(saved: tuple[Path, list[tuple[Tail, Ta
 def test_a_checkpoint_holds_each_parameter_once(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
     path, _ = saved
     files = [file.stat().st_size for file in path.glob("*.distcp")]
-    assert len(files) == 4 and max(files) < 2 * min(files)  # replicas share the work
+    assert len(files) == 4 and max(files) < 3 * min(files)  # replicas share the work
     whole = resumable(dropout=0.2).state_dict()
     reader = CheckpointReader(path)
     assert {name: reader.shape(name) for name in reader.names()} == {n: tuple(t.shape) for n, t in whole.items()}
