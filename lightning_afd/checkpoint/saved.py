@@ -228,7 +228,9 @@ def load_file(path: Path, weights_only: bool, *, mmap: bool) -> Any:
                 f"who wrote it, set AFDStrategy(weights_only=False) ({_asked_for(error)})"
             ) from None
         raise CheckpointError(f"{path} is no checkpoint that torch can read: {error}") from error
-    except (RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # what a file that is none does to an unpickler has no common class
         raise CheckpointError(f"{path} is no checkpoint that torch can read: {error}") from error
 
 

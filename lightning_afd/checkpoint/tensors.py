@@ -52,22 +52,19 @@ class Part:
         """Shape of the whole tensor."""
         return torch.Size((self.rows.total, *self.tensor.shape[1:]))
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """(first global expert, rows) of all pieces; their borders depend on the experts' numbers and sizes only."""
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(first global expert, first own row, length) of all pieces, which depend on experts and sizes only."""
         row_bytes = max(1, self.tensor[:1].numel() * self.tensor.element_size())
         step = max(1, PIECE_BYTES // row_bytes)
         for first, start, length in self.rows.runs():
             for offset in range(0, length, step):
-                yield first + offset, self.tensor[start + offset : start + min(offset + step, length)]
-
-    def chunk(self, first: int, rows: Tensor) -> ChunkStorageMetadata:
-        """Where rows lie in the whole tensor."""
-        return ChunkStorageMetadata(torch.Size((first, *[0] * (rows.dim() - 1))), rows.shape)
+                yield first + offset, start + offset, min(step, length - offset)
 
     def piece_at(self, index: MetadataIndex) -> Tensor:
         """The piece that begins at an offset."""
         assert index.offset is not None
-        return next(rows for first, rows in self.pieces() if first == index.offset[0])
+        _, start, length = next(piece for piece in self.pieces() if piece[0] == index.offset[0])
+        return self.tensor[start : start + length]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.tensor)
@@ -81,7 +78,12 @@ class Part:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self.chunk(first, rows) for first, rows in self.pieces()]
+        inner = self.tensor.shape[1:]
+        zeros = [0] * len(inner)
+        return [
+            ChunkStorageMetadata(torch.Size((first, *zeros)), torch.Size((length, *inner)))
+            for first, _, length in self.pieces()
+        ]
 
 
 class SavePlanner(DefaultSavePlanner):
