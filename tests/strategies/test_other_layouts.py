@@ -196,3 +196,19 @@ def test_the_reader_gives_global_tensors_one_by_one(origins: Origins) -> None:
     assert torch.equal(reader.read({name: None})[name], state[name])
     tied = reader.read({"model.lm_head.weight": None, "model.embedding.weight": None})
     assert torch.equal(tied["model.lm_head.weight"], tied["model.embedding.weight"])
+
+
+def validate(run: Run, start: Path) -> float:
+    """The loss of weights from a checkpoint; other random numbers must not be touched by it."""
+    module = tiny_module(val_steps=2, seed=1, tied=True, experts=5)
+    before = torch.get_rng_state()
+    (metrics,) = run.trainer(limit_val_batches=1.0).validate(module, ckpt_path=start, verbose=False)
+    if run.layout == "1A+1F":
+        assert torch.equal(torch.get_rng_state(), before)
+    return float(metrics["val_loss"])
+
+
+def test_validation_of_a_directory_in_another_layout(pool: RankPool, origins: Origins, tmp_path: Path) -> None:
+    torch.save(read_whole(origins["afd"].path), tmp_path / "whole.ckpt")
+    (expected,) = pool.run(validate, 1, Run(layout="ref"), tmp_path / "whole.ckpt")
+    assert pool.run(validate, 2, Run(layout="1A+1F"), origins["afd"].path) == pytest.approx([expected] * 2, rel=CLOSE)

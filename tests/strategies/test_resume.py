@@ -115,6 +115,16 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(saved: tuple[Path, list[t
         assert all(torch.equal(a, b) for a, b in zip(resumed.masks, through.masks, strict=True))
 
 
+def test_fewer_expert_ranks_leave_dropout_as_it_was(
+    pool: RankPool, saved: tuple[Path, list[tuple[Tail, Tail]]]
+) -> None:
+    path, ranks = saved
+    others = pool.run(run_to_the_end, 3, Run(layout="2A+1F"), Saver(None), 1, path)
+    for (through, _), resumed in zip(ranks, others[:2], strict=False):
+        assert resumed.losses == pytest.approx(through.losses, rel=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.masks, through.masks, strict=True))
+
+
 def test_dropout_differs_between_replicas(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
     _, ranks = saved
     assert not any(torch.equal(a, b) for a, b in zip(ranks[0][0].masks, ranks[1][0].masks, strict=True))
