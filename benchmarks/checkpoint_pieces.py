@@ -1,9 +1,10 @@
-"""What one checkpoint costs besides its bytes, at DeepSeek-V3's count of experts: python benchmarks/checkpoint_pieces.py.
+"""What a checkpoint costs besides its bytes, at DeepSeek-V3's count of experts.
 
 All ranks are played one after another by this process; the matrices are tiny, so that only the number of pieces counts.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,14 +33,14 @@ def measure(trees: list[dict[str, Any]], folder: Path) -> None:
     for rank, (planner, tree) in enumerate(zip(planners, trees, strict=True)):
         planner.set_up_planner(tree, None, rank == 0)
     plans = said("plans of all ranks", lambda: [planner.create_local_plan() for planner in planners])
-    print(f"{sum(len(plan.items) for plan in plans)} items, {len(trees)} ranks")
+    sys.stdout.write(f"{sum(len(plan.items) for plan in plans)} items, {len(trees)} ranks\n")
     merged, metadata = said("rank 0 joins the plans", lambda: planners[0].create_global_plan(plans))
     writer.set_up_storage_writer(True)
     work = list(zip(planners, writer.prepare_global_plan(merged), strict=True))
     write = lambda: [writer.write_data(planner.finish_plan(plan), planner).wait() for planner, plan in work]  # noqa: E731
     results = said("writing of all ranks", write)
     said("rank 0 describes the files", lambda: writer.finish(metadata, results))
-    print(f"{(folder / METADATA).stat().st_size / 1e6:.1f} MB of description")
+    sys.stdout.write(f"{(folder / METADATA).stat().st_size / 1e6:8.1f} MB of description\n")
     reader = said("reading the description", lambda: TensorReader(folder))
     own = ExpertRows(tuple(range(16)), 256)
     wanted = {path: own if reader.shape(path)[:1] == (256,) else None for path in reader.paths()}
@@ -50,7 +51,7 @@ def said(what: str, function: Callable[[], Any]) -> Any:
     """Run and print how long it took."""
     start = time.perf_counter()
     result = function()
-    print(f"{time.perf_counter() - start:8.2f} s  {what}")
+    sys.stdout.write(f"{time.perf_counter() - start:8.2f} s  {what}\n")
     return result
 
 

@@ -37,9 +37,9 @@ from lightning_afd.timeline import Timeline
 class AFDStrategy(RankedStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
-    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order and others. Options of Lightning's
-    own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin, process_group_backend) are passed
-    on. Raises MisconfigurationException for what cannot work.
+    Options are those of `AFDConfig`: attention, ffn, groups, micro_batches, order and others.
+    Options of Lightning's own strategies (accelerator, parallel_devices, cluster_environment, precision_plugin,
+    process_group_backend) are passed on. Raises MisconfigurationException for what cannot work.
     """
 
     strategy_name = "afd"

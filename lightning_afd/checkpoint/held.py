@@ -68,7 +68,7 @@ def restore_state(root: nn.Module, state: Mapping[str, Any], *, strict: bool) ->
     if strict:
         _refuse("lacks", sorted(needed - set(state)))
         _refuse("holds the unknown", sorted(set(state) - set(own)))
-    taken = {name: _cut(state[name], rows.get(name), own[name]) for name in needed if name in state}
+    taken = {name: _cut(state[name], rows.get(name), own[name]) for name in own if name in needed and name in state}
     for name, value in taken.items():
         if isinstance(value, Tensor) and isinstance(own[name], Tensor) and value.shape != own[name].shape:
             raise CheckpointError(

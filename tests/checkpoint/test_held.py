@@ -101,6 +101,17 @@ class Odd(nn.Module):
         self.note = state["note"]
 
 
+def test_a_buffer_of_a_block_belongs_to_its_router_though_its_experts_come_first() -> None:
+    model = tiny()
+    for layer in model.layers:
+        layer.mlp.register_buffer("bias", torch.zeros(4))
+        layer.mlp._modules["router"] = layer.mlp._modules.pop("router")
+    assert next(model.layers[0].mlp.named_parameters())[0] == "experts.gate_up_proj"
+    brought = offers(LocalJob(model, Layout(attention=1, ffn=1, groups=3)))
+    for layer in range(3):
+        assert [rank for rank in range(6) if f"layers.{layer}.mlp.bias" in brought[rank]] == [layer]
+
+
 def test_odd_state_comes_from_the_first_attention_rank() -> None:
     model = Odd()
     work = LocalJob(model, Layout(attention=1, ffn=1, groups=2))

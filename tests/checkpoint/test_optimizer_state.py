@@ -51,6 +51,12 @@ def test_names_are_those_of_all_ranks() -> None:
     assert list(held) == names[0]
 
 
+def test_names_are_the_same_where_tied_modules_are_on_other_ranks() -> None:
+    whole = tiny(tied=True)
+    for model in LocalJob(whole, Layout(attention=1, ffn=1, groups=2)).models:
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+
+
 def test_state_is_cut_like_its_experts_and_counts_once() -> None:
     optimizer, names, held = stepped(placed())
     tensors, plain = optimizer_state.dump_state(optimizer, held)
