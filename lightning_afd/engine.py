@@ -168,9 +168,9 @@ class Engine:
         owned = [layers[index] for index in self._peers.layers]
         index = self.plan.layout.index_of(self.rank)
         if self.has_tail:
-            keep_experts_and_tail(root, decoder, owned, self._expert_maps(), index)
+            keep_experts_and_tail(root, decoder, owned, self.expert_maps(), index)
         else:
-            keep_experts(root, owned, self._expert_maps(), index)
+            keep_experts(root, owned, self.expert_maps(), index)
 
     def materialise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Collective: give what this rank owns and was made on the meta device its first values, from a folder where
@@ -182,7 +182,7 @@ class Engine:
         index = self.plan.layout.index_of(self.rank)
         ids: dict[nn.Module, Sequence[int]] = {}
         if not self.is_attention:
-            maps = self._expert_maps()
+            maps = self.expert_maps()
             ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
         load_pretrained(root, ids, device)
         materialise(root, ids, device, seed)
@@ -206,7 +206,7 @@ class Engine:
         self.link = Link(self._transport, self.rank, device)
         decoder = decoder_layers(root, layers)
         if self.is_attention:
-            maps = self._expert_maps()
+            maps = self.expert_maps()
             routers = {
                 index: Router(maps[index], self._peers.ffn, device, shared=layers[index].shared is not None)
                 for index in self._peers.layers
@@ -307,7 +307,8 @@ class Engine:
         """Share of the last step in which this rank waited for messages (0..1)."""
         return exposed_share(self.runtime.spans, self.worker.role)
 
-    def _expert_maps(self) -> list[ExpertMap]:
+    def expert_maps(self) -> list[ExpertMap]:
+        """Owner of each expert, per MoE layer."""
         return [ExpertMap.contiguous(experts, self.plan.layout.ffn) for experts in self.plan.experts]
 
 

@@ -3,6 +3,7 @@
 AFDError
 ├── PlanError (ValueError)         what the user asked for cannot work: numbers and a remedy
 ├── ScheduleError (ValueError)     a schedule that cannot be executed: the grid and the place
+├── CheckpointError (ValueError)   a checkpoint that is incomplete, of another model, or not safe to load
 ├── ProtocolError (RuntimeError)   a message is not the one that the receiver waits for
 │   └── StaleMessage               the message belongs to another step, attempt or expert map
 └── PeerFailure (RuntimeError)     another rank failed first: its rank, role, action and exception
@@ -19,6 +20,10 @@ class PlanError(AFDError, ValueError):
 
 class ScheduleError(AFDError, ValueError):
     """A schedule that is incomplete, out of order or would deadlock."""
+
+
+class CheckpointError(AFDError, ValueError):
+    """A checkpoint that is incomplete, belongs to another model, or cannot be loaded safely."""
 
 
 class ProtocolError(AFDError, RuntimeError):

@@ -152,6 +152,26 @@ class ExpertMap:
         return tuple(ids)
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Which rows of a tensor [E, ...] a rank holds: row i of its own tensor belongs to global expert `experts[i]`."""
+
+    experts: tuple[int, ...]
+    total: int
+    """E, the experts of all ranks together."""
+
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(first global expert, first own row, length) of each stretch of consecutive experts."""
+        runs: list[tuple[int, int, int]] = []
+        for row, expert in enumerate(self.experts):
+            if runs and expert == runs[-1][0] + runs[-1][2]:
+                first, start, length = runs.pop()
+                runs.append((first, start, length + 1))
+            else:
+                runs.append((expert, row, 1))
+        return tuple(runs)
+
+
 def split_sizes(total: int, parts: int) -> list[int]:
     """Sizes of `parts` consecutive runs of `total` items; the first ones are longer by one."""
     return [total // parts + (part < total % parts) for part in range(parts)]

@@ -13,6 +13,9 @@ from lightning_afd.errors import AFDError, PlanError
 from lightning_afd.recipes.launch import check_given, compose, fail
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightning_afd.checkpoint.saved import Saved
     from lightning_afd.model.hub_export import TensorSource
 
 
@@ -44,12 +47,14 @@ def _job(config: DictConfig) -> None:
 
 def run(config: DictConfig) -> None:
     """Write the folder, one file after another, in this process."""
+    from lightning_afd.checkpoint import open_checkpoint
     from lightning_afd.model.hub_export import FolderOptions, write_folder
     from lightning_afd.model.hub_model import HUB
 
-    ckpt, out = Path(config.ckpt), Path(config.out)
-    source, checkpoint = open_checkpoint(ckpt)
-    hub = checkpoint.get(HUB, {"models": {}, "tokenizer": {}})
+    out = Path(config.out)
+    saved = open_checkpoint(config.ckpt)
+    source: TensorSource = SavedSource(saved)
+    hub = saved.checkpoint.get(HUB, {"models": {}, "tokenizer": {}})
     model, part = chosen(source, hub["models"], config)
     options = FolderOptions(max_shard_size=config.max_shard_size, tokenizer=hub["tokenizer"])
     write_folder(model, part, out, options)
@@ -82,23 +87,18 @@ def attribute_of(model: Any, source: TensorSource) -> str:
     return found[0].removesuffix(".")
 
 
-def open_checkpoint(path: Path) -> tuple[TensorSource, Mapping[str, Any]]:
-    """The tensors of the module in a checkpoint, and the rest of it."""
-    import torch
+class SavedSource:
+    """The module's tensors in a checkpoint, one by one."""
 
-    from lightning_afd.model.hub_export import StateSource
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+        self.shape, self.dtype = saved.shape, saved.dtype
 
-    if path.is_file():
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return StateSource(checkpoint["state_dict"]), checkpoint
-    if not (path / "meta.pt").is_file():
-        raise PlanError(f"{path} is no complete checkpoint: meta.pt is missing")
-    layout = torch.load(path / "meta.pt", weights_only=True)["layout"]
-    files = [path / f"rank-{rank}.ckpt" for rank in range(layout["groups"] * (layout["attention"] + layout["ffn"]))]
-    parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
-    states = [part.get("state_dict", {}) for part in parts]
-    dense, experts = states[: layout["groups"] * layout["attention"]], states[layout["groups"] * layout["attention"] :]
-    state = {name: tensor for part in reversed(dense) for name, tensor in part.items()}
-    for name in {name for part in experts for name in part} - state.keys():
-        state[name] = torch.cat([part[name] for part in experts if name in part])
-    return StateSource(state), parts[0]
+    def names(self) -> list[str]:
+        """Names of tensors; a state_dict may have other entries too."""
+        return [name for name in self._saved.names() if self._saved.shape(name) is not None]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        tensor: Tensor = self._saved.read({name: None})[name]
+        return tensor

@@ -37,6 +37,7 @@ from lightning_afd.timeline import Timeline
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from torch.optim import Optimizer
 
 
 class AFDStrategy(RankedStrategy):
@@ -88,6 +89,16 @@ class AFDStrategy(RankedStrategy):
         assert self.engine is not None
         spans = self.transport.gather_object(self.engine.runtime.spans)
         return None if spans is None else Timeline(self.layout, tuple(span for part in spans for span in part))
+
+    @property
+    def checkpoint_notes(self) -> dict[str, Any]:
+        """Plain values that are saved in each checkpoint and restored from it."""
+        return self._checkpoints.notes
+
+    @override
+    def expert_maps(self) -> list[dict[str, Any]]:
+        assert self.engine is not None
+        return [vars(expert_map) for expert_map in self.engine.expert_maps()]
 
     @property
     def driver(self) -> Driver:
@@ -173,6 +184,7 @@ class AFDStrategy(RankedStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with refusing_several_optimizers():
             super().setup_optimizers(trainer)
+        self._checkpoints.name_parameters(self.optimizers)
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer)
             drop_foreign(optimizer)
@@ -262,19 +274,31 @@ class AFDStrategy(RankedStrategy):
         return self._checkpoints.owned_state()
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(optimizer)
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise MisconfigurationException("strategy afd has no use for storage_options of save_checkpoint")
         if self.leaves_alone:
             rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
         else:
-            self._checkpoints.save(with_hub_entry(checkpoint, self.lightning_module), filepath)
+            self.guarded(self._checkpoints.save, with_hub_entry(checkpoint, self.lightning_module), filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpoints.load(checkpoint_path, weights_only)
+        return self._checkpoints.load(
+            checkpoint_path, self.config.weights_only if weights_only is None else weights_only
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._checkpoints.restore_owned(checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.restore_optimizers(checkpoint, self.optimizers)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

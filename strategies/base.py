@@ -96,6 +96,10 @@ class RankedStrategy(ParallelStrategy):
         board.child_ended(self.node_rank * self.num_processes + local_rank, code)
         return True
 
+    def expert_maps(self) -> list[dict[str, Any]]:
+        """Which F rank owns which expert, per MoE layer, as plain values."""
+        raise NotImplementedError
+
     # -- process groups -------------------------------------------------------------------------------------------
 
     @override

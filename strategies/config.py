@@ -44,6 +44,8 @@ class AFDConfig:
 
     Under a loss scaler (precision "16-mixed") the scaler decides: nobody makes the step, and the scale falls.
     """
+    weights_only: bool = True
+    """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
     """How long a rank waits for a message before it gives up."""
 

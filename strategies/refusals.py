@@ -26,6 +26,11 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     is_param_in_hook_signature = lightning.pytorch("utilities.signature_utils").is_param_in_hook_signature
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException("strategy afd cannot run training_step(dataloader_iter): take a batch instead")
+    io = trainer.strategy.checkpoint_io
+    if type(io) is not lightning.fabric("plugins").TorchCheckpointIO:
+        raise MisconfigurationException(
+            f"strategy afd writes its checkpoints itself and cannot use {type(io).__name__}: remove the plugin"
+        )
     _refuse_compiled_steps(module)
     refused = tuple(getattr(lightning.pytorch("callbacks"), name) for name in _CALLBACKS)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

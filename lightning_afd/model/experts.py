@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError, ScheduleError
 from lightning_afd.model.grouped import Rows, grouped_linear, grouped_outer_, sort_rows
+from lightning_afd.placement import ExpertRows
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16)
@@ -126,9 +127,15 @@ def shard_experts(module: nn.Module, experts: Sequence[int]) -> None:
         index = torch.tensor(list(experts), dtype=torch.long, device=parameter.device)
         kept = nn.Parameter(parameter.detach().index_select(0, index), requires_grad=parameter.requires_grad)
         vars(kept).update(vars(parameter))  # such as a mark by which configure_optimizers sorts parameters
+        kept.afd_rows = ExpertRows(tuple(experts), len(parameter))  # type: ignore[attr-defined]
         setattr(module, name, kept)
     if hasattr(module, "num_experts"):
         module.num_experts = len(experts)
+
+
+def rows_of(parameter: Tensor) -> ExpertRows | None:
+    """Which experts a parameter that `shard_experts` made holds; None for one that is whole."""
+    return getattr(parameter, "afd_rows", None)
 
 
 class Projection:

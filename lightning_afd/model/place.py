@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.experts import shard_experts
+from lightning_afd.model.experts import rows_of, shard_experts
 from lightning_afd.model.port import patch_forward
 from lightning_afd.model.split import DecoderLayer, MoELayer, Placed, mark_of
 from lightning_afd.placement import ExpertMap, Layout
@@ -31,7 +31,7 @@ def is_foreign(tensor: Tensor) -> bool:
 
 def is_expert(parameter: Tensor) -> bool:
     """Whether a parameter holds routed experts, of which this rank has some that no other has."""
-    return bool(getattr(parameter, "afd_expert", False))
+    return rows_of(parameter) is not None
 
 
 def dense_parameters(root: nn.Module) -> list[nn.Parameter]:
@@ -63,14 +63,10 @@ def keep_attention(root: nn.Module, decoder: Sequence[DecoderLayer], segments: S
     """Make an A rank of this process, which runs `segments`: their layers without routed experts, and what is outside
     of the stack as far as it belongs to them.
     """
-    for layer in decoder:
-        if layer.moe is not None:
-            _to_meta(layer.moe.experts)
-            if layer.moe.shared is not None:
-                _to_meta(layer.moe.shared.module)
-        if layer.segment not in segments:
-            _to_meta(layer.layer)
-    _only_copies_outside(root, decoder, segments)
+    gone = [layer.moe.experts for layer in decoder if layer.moe is not None]
+    gone += [layer.moe.shared.module for layer in decoder if layer.moe is not None and layer.moe.shared is not None]
+    gone += [layer.layer for layer in decoder if layer.segment not in segments]
+    _to_meta([*gone, *_only_copies_outside(root, decoder, segments)])
 
 
 def keep_experts(root: nn.Module, owned: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> None:
@@ -78,7 +74,7 @@ def keep_experts(root: nn.Module, owned: Sequence[MoELayer], expert_maps: Sequen
 
     Shared experts that F ranks compute stay on all of them.
     """
-    _to_meta(root, keep=_shard(owned, expert_maps, index))
+    _to_meta([root], keep=_shard(owned, expert_maps, index))
 
 
 def keep_experts_and_tail(
@@ -90,10 +86,8 @@ def keep_experts_and_tail(
 ) -> None:
     """The same for an F rank that runs the tail: trailing layers and what is outside of the stack stay, too."""
     keep, tail = _shard(owned, expert_maps, index), _tail_of(decoder)
-    for layer in decoder:
-        if layer.segment != tail:
-            _to_meta(layer.layer, keep)
-    _only_copies_outside(root, decoder, (tail,))
+    gone = [layer.layer for layer in decoder if layer.segment != tail]
+    _to_meta([*gone, *_only_copies_outside(root, decoder, (tail,))], keep)
 
 
 def check_head_is_apart(root: nn.Module, decoder: Sequence[DecoderLayer]) -> None:
@@ -115,10 +109,8 @@ def _shard(owned: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: i
     for layer in owned:
         shard_experts(layer.experts, expert_maps[layer.index].rank_to_experts(index))
         kept += list(layer.experts.parameters())
-    for parameter in kept:
-        parameter.afd_expert = True  # type: ignore[attr-defined]
-    shared = [p for layer in owned if layer.shared is not None for p in layer.shared.module.parameters()]
-    return {id(parameter) for parameter in (*kept, *shared)}
+        kept += [] if layer.shared is None else list(layer.shared.module.parameters())
+    return {id(parameter) for parameter in kept}
 
 
 def stub_embeddings(root: nn.Module) -> Callable[[], None]:
@@ -169,24 +161,26 @@ def _outside(root: nn.Module, decoder: Sequence[DecoderLayer]) -> list[tuple[nn.
     return found
 
 
-def _only_copies_outside(root: nn.Module, decoder: Sequence[DecoderLayer], segments: Sequence[int]) -> None:
-    """Of what belongs to other segments than `segments`, embeddings and what is as wide as a vocabulary go, the rest
-    stays as untrained copies.
+def _only_copies_outside(root: nn.Module, decoder: Sequence[DecoderLayer], segments: Sequence[int]) -> list[nn.Module]:
+    """Outside of the stack, mark what belongs to other segments than `segments` as untrained copies; returns what goes:
+    embeddings and what is as wide as a vocabulary.
     """
+    gone = []
     outside = _outside(root, decoder)
     vocabularies = {module.num_embeddings for module, _ in outside if isinstance(module, nn.Embedding)}
     for module in [module for module, tail in outside if (_tail_of(decoder) if tail else 0) not in segments]:
         if isinstance(module, nn.Embedding) or getattr(module, "out_features", None) in vocabularies:
-            _to_meta(module)
+            gone.append(module)
         else:
             for parameter in module.parameters(recurse=False):
                 parameter.afd_copy = True  # type: ignore[attr-defined]
+    return gone
 
 
-def _to_meta(root: nn.Module, keep: Iterable[int] = ()) -> None:
-    """Replace parameters by equally named ones without storage; tied parameters stay tied."""
+def _to_meta(roots: Iterable[nn.Module], keep: Iterable[int] = ()) -> None:
+    """Replace parameters by equally named ones without storage; tied parameters, also between roots, stay tied."""
     kept, replaced = set(keep), dict[int, nn.Parameter]()
-    for module in root.modules():
+    for module in (module for root in roots for module in root.modules()):
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in kept:
                 continue

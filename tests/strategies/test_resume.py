@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import RankPool
 from torch import Tensor
 
+from lightning_afd.checkpoint import CheckpointReader
+
 SAVED = 3
 TWO_GROUPS = Run(layout="1A+1F", groups=2)
 
@@ -136,30 +138,34 @@ def test_resume_with_two_groups_is_bit_exact(pool: RankPool, tmp_path: Path) -> 
     assert sum(map(len, held)) == len(set().union(*held)) == len(dict(resumable().named_parameters()))
 
 
+def test_fewer_expert_ranks_leave_dropout_as_it_was(
+    pool: RankPool, saved: tuple[Path, list[tuple[Tail, Tail]]]
+) -> None:
+    path, ranks = saved
+    others = pool.run(run_to_the_end, 3, Run(layout="2A+1F"), Saver(None), 1, path)
+    for (through, _), resumed in zip(ranks, others[:2], strict=False):
+        assert resumed.losses == pytest.approx(through.losses, rel=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.masks, through.masks, strict=True))
+
+
 def test_dropout_differs_between_replicas(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
     _, ranks = saved
     assert not any(torch.equal(a, b) for a, b in zip(ranks[0][0].masks, ranks[1][0].masks, strict=True))
 
 
 def test_a_checkpoint_holds_each_parameter_once(saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
-    path, ranks = saved
-    parts = [torch.load(path / f"rank-{rank}.ckpt", weights_only=True) for rank in range(4)]
-    names = [set(part.get("state_dict", ())) for part in parts]
-    assert names[0] == set(ranks[0][0].weights) and not names[1]
-    assert names[2] == names[3] == set(ranks[2][0].weights)
-    assert {path.name for path in path.iterdir()} == {"meta.pt", *(f"rank-{rank}.ckpt" for rank in range(4))}
-    assert not list(path.parent.glob("*.tmp"))
+    path, _ = saved
+    files = [file.stat().st_size for file in path.glob("*.distcp")]
+    assert len(files) == 4 and max(files) < 3 * min(files)  # replicas share the work
+    whole = resumable(dropout=0.2).state_dict()
+    reader = CheckpointReader(path)
+    assert {name: reader.shape(name) for name in reader.names()} == {n: tuple(t.shape) for n, t in whole.items()}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def resume(run: Run, path: Path) -> None:
     """Try to go on from a checkpoint."""
     run.trainer().fit(resumable(dropout=0.2), ckpt_path=path)
-
-
-def test_a_checkpoint_of_another_layout_is_refused(pool: RankPool, saved: tuple[Path, list[tuple[Tail, Tail]]]) -> None:
-    for error in pool.try_run(resume, 2, Run(layout="1A+1F"), saved[0]):
-        assert error.type_name == "MisconfigurationException", error.traceback
-        assert "'attention': 2" in error.message and "'attention': 1" in error.message
 
 
 def test_an_incomplete_checkpoint_is_refused(
@@ -169,7 +175,7 @@ def test_an_incomplete_checkpoint_is_refused(
     shutil.copytree(saved[0], path)
     (path / "meta.pt").unlink()
     for error in pool.try_run(resume, 4, Run(), path):
-        assert error.type_name == "MisconfigurationException", error.traceback
+        assert error.type_name == "CheckpointError", error.traceback
         assert error.message == f"{path} is no complete checkpoint of strategy afd: meta.pt is missing"
 
 
