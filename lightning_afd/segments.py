@@ -222,9 +222,7 @@ class MicroBatch:
         if self._host.shares_graph is None:
             segments = list(self._segments.values())
             self._host.shares_graph = shared_by(segments, loss) is not None
-            layers_elsewhere = not set(range(self._layers)) <= set(self._mine)
-            shares = self._host.shares_graph and layers_elsewhere
-            if shares or (len(self._mine) <= self._layers and uses_copies(segments, loss)):
+            if len(self._mine) <= self._layers and (self._host.shares_graph or uses_copies(segments, loss)):
                 raise PlanError(
                     f"segments {', '.join(str(layer) for layer in self._mine)} of the step use something learned, "
                     "beside their hidden states, that lies on ranks of other segments: such a model needs groups=1 "

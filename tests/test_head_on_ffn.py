@@ -174,6 +174,32 @@ def test_what_is_used_on_both_sides_of_the_layers_is_refused() -> None:
     assert "use something learned" in message and "head='attention'" in message
 
 
+class Skipping(TinyMoE):
+    """Its final norm also gets the hidden states from before, or from between, the layers."""
+
+    earliest = 0
+
+    def forward(self, input_ids: Tensor) -> TinyOutput:
+        states = [self.embedding(input_ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return TinyOutput(self.lm_head(self.norm(states[-1] + states[self.earliest])), (), None)
+
+
+@pytest.mark.parametrize("earliest", [0, 1])
+@pytest.mark.parametrize("layout", [Layout(attention=1, ffn=1, head="ffn"), Layout(attention=1, ffn=1, groups=2)])
+def test_a_tail_that_uses_earlier_hidden_states_is_refused(layout: Layout, earliest: int) -> None:
+    """Elsewhere than on the ranks of these layers such states are stand-ins: the loss would be another one."""
+    model = model_of()
+    model.__class__ = Skipping
+    model.earliest = earliest
+    if layout.groups == 1:
+        plain = LocalJob(model, Layout(attention=1, ffn=1)).step(make_batches(1, 2))
+        assert plain.difference(*plain_step(model, make_batches(1, 2))) < TOLERANCE
+    message = refusal(lambda: LocalJob(model, layout).step(make_batches(1, 2)))
+    assert "that lies on ranks of other segments" in message
+
+
 def test_tied_embeddings_are_refused() -> None:
     message = refusal(lambda: LocalJob(model_of(tied=True), on_ffn(1, 1)))
     assert message == (

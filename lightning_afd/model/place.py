@@ -128,7 +128,10 @@ class _EmbeddingStub:
         self._width, self._dtype = module.embedding_dim, module.weight.dtype
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
+        zeros = torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
+        zeros.requires_grad_(torch.is_grad_enabled())
+        zeros.afd_copy = True  # type: ignore[attr-defined]  # a loss that uses it is found out by its gradient
+        return zeros
 
 
 def mark_placed(layers: Iterable[MoELayer], place: str) -> None:
