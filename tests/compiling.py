@@ -34,11 +34,6 @@ def by_class(root: nn.Module, name: str) -> None:
     module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
 
 
-def plain_name(name: str) -> str:
-    """The parameter's name in the model that is not compiled."""
-    return name.replace("_orig_mod.", "")
-
-
 def graphs() -> int:
     """Graphs that were really compiled since the counters were cleared."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

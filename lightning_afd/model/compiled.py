@@ -24,6 +24,11 @@ def is_compiled_function(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
+def plain_name(name: str) -> str:
+    """The name of a module or a parameter without the wrappers of `torch.compile(module)` on the way to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def refuse_compiled(root: nn.Module) -> None:
     """Raise PlanError where the experts, or anything that contains experts, is compiled."""
     for name, module in root.named_modules():

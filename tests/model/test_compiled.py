@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import Compile, by_class, by_forward, graphs, in_place, plain_name, wrapped
+from compiling import Compile, by_class, by_forward, graphs, in_place, wrapped
 from local_job import LocalJob, plain_step
 from tiny import TinyMoE, tiny, tiny_hf
 from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError
+from lightning_afd.model.compiled import plain_name
 from lightning_afd.model.split import find_moe_layers
 from lightning_afd.placement import Layout
 from lightning_afd.recipes import local_job
