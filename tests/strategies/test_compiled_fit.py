@@ -33,27 +33,30 @@ def fitted(folder: Path, compiled: Compile | None, seed: int = 0, start: Path | 
 
 
 def without_and_with(folder: Path) -> tuple[dict[str, State], list[int]]:
-    """One fit that is not compiled, and two kinds that are, each also from its middle and with other first weights."""
-    found, seen = {"plain": fitted(folder / "plain", None)}, []
-    for name, compiled in (("wrapped", wrapped), ("in_place", in_place)):
+    """A plain fit and a compiled one, fits from the middle of both with other first weights, and from these alone."""
+    plain, middle = fitted(folder / "plain", None), "step=2.ckpt"
+    compiled, seen = {}, []
+    for name, compile_, start in (
+        ("wrapped", wrapped, None),
+        ("wrapped, resumed", wrapped, folder / "wrapped" / middle),
+        ("in place, resumed", in_place, folder / "plain" / middle),  # whose names are the same
+    ):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        found[name] = fitted(folder / name, compiled)
-        found[f"{name}, resumed"] = fitted(folder / "on", compiled, 1, folder / name / "step=2.ckpt")
+        compiled[name] = fitted(folder / name, compile_, 0 if start is None else 1, start)
         seen.append(graphs())
-    found["other weights"] = fitted(folder / "other", None, 1)
-    return found, seen
+    return {"plain": plain, "other weights": fitted(folder / "other", None, 1), **compiled}, seen
 
 
 def test_weights_names_and_checkpoints(pool: RankPool, tmp_path: Path) -> None:
     ranks = pool.run(without_and_with, 2, tmp_path)
-    whole = {kind: join([rank[0][kind] for rank in ranks]) for kind in ranks[0][0]}
+    whole = {kind: join([states[kind] for states, _ in ranks]) for kind in ranks[0][0]}
     plain, other = whole.pop("plain"), whole.pop("other weights")
+    assert largest_difference(other, plain) > 1e-3
     for kind, state in whole.items():
         assert any("self_attn._orig_mod." in name for name in state) == kind.startswith("wrapped")
         assert largest_difference({plain_name(name): value for name, value in state.items()}, plain) < 1e-12, kind
-    assert largest_difference(other, plain) > 1e-3
-    assert all(count >= 1 for count in ranks[0][1]) and ranks[1][1] == [0, 0]  # F ranks run no attention
+    assert min(ranks[0][1]) >= 1 and max(ranks[1][1]) == 0  # F ranks run no attention
 
 
 def test_a_compiled_module_is_refused_by_lightning() -> None:
