@@ -86,11 +86,9 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, Mapping[str, Any]]:
     """The tensors of the module in a checkpoint, and the rest of it."""
     import torch
 
-    from lightning_afd.model.hub_export import StateSource
-
     if path.is_file():
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return StateSource(checkpoint["state_dict"]), checkpoint
+        return _source(checkpoint["state_dict"]), checkpoint
     if not (path / "meta.pt").is_file():
         raise PlanError(f"{path} is no complete checkpoint: meta.pt is missing")
     layout = torch.load(path / "meta.pt", weights_only=True)["layout"]
@@ -101,4 +99,12 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, Mapping[str, Any]]:
     state = {name: tensor for part in reversed(dense) for name, tensor in part.items()}
     for name in {name for part in experts for name in part} - state.keys():
         state[name] = torch.cat([part[name] for part in experts if name in part])
-    return StateSource(state), parts[0]
+    return _source(state), parts[0]
+
+
+def _source(state: Mapping[str, Any]) -> TensorSource:
+    """Tensors under the names that they have where nothing is wrapped by torch.compile."""
+    from lightning_afd.model.compiled import plain_name
+    from lightning_afd.model.hub_export import StateSource
+
+    return StateSource({plain_name(name): tensor for name, tensor in state.items()})
