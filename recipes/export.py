@@ -13,6 +13,7 @@ from lightning_afd.errors import AFDError, PlanError
 from lightning_afd.recipes.launch import check_given, compose, fail
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from lightning_afd.checkpoint.saved import Saved
@@ -91,14 +92,26 @@ class SavedSource:
     """The module's tensors in a checkpoint, one by one."""
 
     def __init__(self, saved: Saved) -> None:
+        from lightning_afd.model.compiled import plain_name
+
         self._saved = saved
-        self.shape, self.dtype = saved.shape, saved.dtype
+        self._stored = {plain_name(name): name for name in saved.names() if saved.shape(name) is not None}
 
     def names(self) -> list[str]:
-        """Names of tensors; a state_dict may have other entries too."""
-        return [name for name in self._saved.names() if self._saved.shape(name) is not None]
+        """Names of tensors, as they are where nothing is wrapped by torch.compile; a state_dict may have other entries."""
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        shape = self._saved.shape(self._stored[name])
+        assert shape is not None
+        return shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it was saved."""
+        return self._saved.dtype(self._stored[name])
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        tensor: Tensor = self._saved.read({name: None})[name]
+        tensor: Tensor = self._saved.read({self._stored[name]: None})[self._stored[name]]
         return tensor

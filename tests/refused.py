@@ -114,16 +114,30 @@ def two_optimizers() -> None:
 
 
 def compiled_step() -> None:
-    """A graph around the whole step; a compiled LightningModule is refused by Lightning itself."""
+    """A graph around the whole step."""
     module = tiny_module()
     module.training_step = torch.compile(module.training_step, backend="eager")  # type: ignore[method-assign]
     fit(module)
 
 
-def compiled_layer() -> None:
-    """A graph around the experts."""
+def compiled_experts() -> None:
+    """A graph of the experts themselves."""
     module = tiny_module()
-    module.model.layers[1].compile(backend="eager")
+    module.model.layers[1].mlp.experts.compile(backend="eager")
+    fit(module)
+
+
+def compiled_model() -> None:
+    """A graph around all layers."""
+    module = tiny_module()
+    module.model = torch.compile(module.model, backend="eager")
+    fit(module)
+
+
+def compiled_in_place() -> None:
+    """A graph around the LightningModule."""
+    module = tiny_module()
+    module.compile(backend="eager")
     fit(module)
 
 

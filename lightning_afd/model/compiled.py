@@ -1,6 +1,6 @@
 """What torch.compile may wrap: parts beside the experts run as one graph, what a step is suspended in cannot.
 
-A module counts as compiled by `torch.compile(module)`, by `module.compile()`, or by a compiled `forward` of its own.
+A module counts as compiled by `torch.compile(module)`, by `module.compile()`, or by a compiled `forward`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from lightning_afd.model.experts import is_experts
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of this module run a compiled graph."""
     in_place = module._compiled_call_impl is not None
-    return in_place or "_orig_mod" in module._modules or is_compiled_function(vars(module).get("forward"))
+    return in_place or "_orig_mod" in module._modules or is_compiled_function(module.forward)
 
 
 def is_compiled_function(function: Any) -> bool:
     """Whether a function comes from torch.compile; a wrapper module's own forward does, too."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or a parameter without the wrappers of `torch.compile(module)` on the way to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def refuse_compiled(root: nn.Module) -> None:
@@ -34,9 +39,10 @@ def refuse_compiled(root: nn.Module) -> None:
             )
 
 
-def refuse_compiled_routers(layer_name: str, layer: nn.Module, num_experts: int) -> None:
+def refuse_compiled_routers(layer_name: str, layer: nn.Module, experts: nn.Module, num_experts: int) -> None:
     """Raise PlanError where a layer's router is compiled: its logits must be seen while the step runs."""
-    for name, module in layer.named_modules():
+    for name in _beside(layer, experts):
+        module = layer.get_submodule(name)
         if is_compiled(module) and _is_router(module, num_experts):
             raise PlanError(
                 f"{layer_name}.{name} is compiled with torch.compile and is a router, whose logits are needed outside "
@@ -49,7 +55,14 @@ def inside_compiled(root: nn.Module) -> set[nn.Module]:
     return {part for module in root.modules() if is_compiled(module) for part in module.modules()}
 
 
+def _beside(layer: nn.Module, experts: nn.Module) -> list[str]:
+    """What the layer and the modules around its experts hold themselves: a router is no part of an attention."""
+    around = [(name, module) for name, module in layer.named_modules() if experts in module.modules()]
+    held = [f"{name}.{child}".lstrip(".") for name, module in around for child, _ in module.named_children()]
+    return [name for name in held if name not in dict(around)]
+
+
 def _is_router(module: nn.Module, num_experts: int) -> bool:
-    """It has one kind of weight: [E experts, H hidden]."""
-    shapes = [parameter.shape for parameter in module.parameters() if parameter.dim() == 2]
-    return bool(shapes) and all(shape[0] == num_experts for shape in shapes)
+    """It has one matrix: [E experts, H hidden]; a bias may be stored as a row."""
+    rows = [parameter.shape[0] for parameter in module.parameters() if parameter.dim() == 2]
+    return [count for count in rows if count > 1] == [num_experts]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError
+from lightning_afd.model.compiled import plain_name
 from lightning_afd.model.place import is_foreign
 
 _MARK = "_is_hf_initialized"
@@ -35,7 +36,7 @@ def materialise(
     with _marked(_tensors(root), fresh):
         for name, module in reversed(list(root.named_modules())):
             if any(tensor in fresh for tensor in _tensors(module)):
-                _initialise(_Start(root, name, module, f"{seed}/{name}"), fresh, expert_ids)
+                _initialise(_Start(root, name, module, f"{seed}/{plain_name(name)}"), fresh, expert_ids)
     blank = [name for name, tensor in _named_tensors(root) if tensor in fresh and _is_blank(tensor)]
     if blank:
         raise PlanError(_no_first_value(", ".join(blank)))

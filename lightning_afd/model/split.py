@@ -61,7 +61,7 @@ def find_moe_layers(root: nn.Module) -> tuple[MoELayer, ...]:
             num_experts=num_experts_of(experts),
             top_k=_top_k_of(layer),
         )
-        refuse_compiled_routers(layer_name, layer, layers[layer_name].num_experts)
+        refuse_compiled_routers(layer_name, layer, experts, layers[layer_name].num_experts)
     if named is None:
         _check_one_stack(layers)
     _check_top_k(layers.values())

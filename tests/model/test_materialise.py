@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import wrapped
 from tiny import hf_config, tiny
 from torch import Tensor, nn
 
 from lightning_afd.engine import Engine, make_plan
 from lightning_afd.errors import PlanError
+from lightning_afd.model.compiled import plain_name
 from lightning_afd.model.experts import shard_experts
 from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import is_owned
@@ -92,6 +94,16 @@ def test_replicas_of_a_script_without_a_seed_start_equal() -> None:
     assert all(
         torch.equal(parts[1][name], value) and torch.equal(value, first[name]) for name, value in parts[0].items()
     )
+
+
+def test_a_compiled_module_starts_as_it_would_without() -> None:
+    model = on_meta("qwen3_moe")
+    want = whole(start([copy.deepcopy(model) for _ in range(2)], ONE))
+    wrapped(model, "lm_head")
+    wrapped(model, "model.layers.1.self_attn")
+    got = whole(start([copy.deepcopy(model) for _ in range(2)], ONE))
+    assert got.keys() != want.keys() == {plain_name(name) for name in got}
+    assert all(torch.equal(value, want[plain_name(name)]) for name, value in got.items())
 
 
 def test_weights_made_in_init_are_kept() -> None:

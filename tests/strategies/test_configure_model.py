@@ -102,6 +102,13 @@ def life(build: Callable[[], nn.Module], run: Run, groups: int = 1) -> Result:
     return Result(start, module.losses, [before, after])
 
 
+def fit(build: Callable[[], nn.Module], run: Run) -> tuple[State, list[float]]:
+    """What one rank starts with, and the losses of one fit."""
+    module = module_of(build)
+    run.trainer().fit(module)
+    return module.start, module.losses
+
+
 def whole(parts: list[State]) -> State:
     """Experts of all ranks in their order, everything else from its first rank."""
     names = dict.fromkeys(name for part in parts for name in part)
@@ -119,14 +126,21 @@ def by_the_same_rule() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("run", "groups"), [(ONE, 1), (TWO, 1), (ONE, 2)])
-def test_fits_start_equal_on_every_layout(pool: RankPool, run: Run, groups: int) -> None:
+@pytest.fixture(scope="module")
+def alone() -> tuple[State, Result]:
+    """First values and the life of the module in one process."""
+    model = by_the_same_rule()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {f"model.{name}": tensor.detach().clone() for name, tensor in tensors}
+    return state, life(lambda: model, Run(layout="ref", precision="64-true"))
+
+
+@pytest.mark.parametrize(("run", "groups"), [(TWO, 1), (ONE, 2)])
+def test_fits_start_equal_on_every_layout(pool: RankPool, alone: tuple[State, Result], run: Run, groups: int) -> None:
+    state, want = alone
     ranks = pool.run(life, groups * run.world, from_config, run, groups)
     start = whole([rank.start for rank in ranks])
-    model = by_the_same_rule()
-    state = {f"model.{name}": value for name, value in (*model.named_parameters(), *model.named_buffers())}
     assert start.keys() == state.keys() and all(torch.equal(start[name], state[name]) for name in state)
-    want = life(lambda: model, Run(layout="ref", precision="64-true"))
     for rank in ranks[: run.sizes[0]]:
         assert rank.losses == pytest.approx(want.losses, rel=1e-9)
         assert rank.evaluated == pytest.approx(want.evaluated, rel=1e-9)
@@ -136,13 +150,13 @@ def test_fits_start_equal_on_every_layout(pool: RankPool, run: Run, groups: int)
 def test_loaded_weights_are_those_of_the_folder(pool: RankPool, tmp_path: Path) -> None:
     saved = tiny_hf("qwen3_moe", seed=3)
     saved.save_pretrained(tmp_path)
-    ranks = pool.run(life, 2, partial(from_folder, tmp_path), Run(layout="1A+1F"))
-    start = whole([rank.start for rank in ranks])
+    ranks = pool.run(fit, 2, partial(from_folder, tmp_path), Run(layout="1A+1F"))
+    start = whole([start for start, _ in ranks])
     assert len(start) == len(list(saved.parameters())) + 2  # and two buffers of the rotary embedding
     for name, value in (*saved.named_parameters(), *saved.named_buffers()):
         assert torch.equal(start[f"model.{name}"], value), name
-    want = life(partial(from_folder, tmp_path), Run(layout="ref"))
-    assert ranks[0].losses == pytest.approx(want.losses, rel=1e-5)
+    _, losses = fit(partial(from_folder, tmp_path), Run(layout="ref"))
+    assert ranks[0][1] == pytest.approx(losses, rel=1e-5)
 
 
 class Constant(nn.Module):
@@ -181,7 +195,7 @@ def with_lost_weights() -> nn.Module:
     ],
 )
 def test_what_would_be_lost_is_refused(pool: RankPool, build: Callable[[], nn.Module], words: tuple[str, ...]) -> None:
-    for error in pool.try_run(life, 2, build, ONE):
+    for error in pool.try_run(fit, 2, build, ONE):
         assert error.type_name == "PlanError" and all(word in error.message for word in words), error.message
 
 

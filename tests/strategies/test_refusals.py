@@ -37,7 +37,9 @@ SAME_ON_ALL = {
         "one optimizer",
     ),
     refused.compiled_step: (2, "training_step compiled with torch.compile", "beside the experts"),
-    refused.compiled_layer: (2, "model.layers.1 is compiled", "such as self_attn"),
+    refused.compiled_experts: (2, "model.layers.1.mlp.experts is compiled", "such as self_attn"),
+    refused.compiled_model: (2, "model is compiled", "such as self_attn"),
+    refused.compiled_in_place: (2, "Model is compiled", "such as self_attn"),
     refused.weight_averaging: (
         2,
         "WeightAveraging",
