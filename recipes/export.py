@@ -98,7 +98,7 @@ class SavedSource:
         self._stored = {plain_name(name): name for name in saved.names() if saved.shape(name) is not None}
 
     def names(self) -> list[str]:
-        """Names of tensors, as they are where nothing is wrapped by torch.compile; a state_dict may have other entries."""
+        """Names of tensors, as they are where nothing is wrapped by torch.compile."""
         return list(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
