@@ -113,7 +113,7 @@ def _as_error(rank: int, kind: str, text: str) -> BaseException:
         return _SAME_ON_ALL_RANKS[kind](text)
     if kind == PeerFailure.__name__:  # somebody's verdict, equal on all ranks
         return PeerFailure(text)
-    return PeerFailure(f"rank {rank} failed first with {kind}: {text}")
+    return PeerFailure(f"rank {rank} failed first with {kind}{f': {text}' if text else ''}")
 
 
 def _own_address() -> str:

@@ -60,10 +60,10 @@ class Notes:
         self._try("set", _alive(self._rank), json.dumps(asdict(activity)))
 
     def wait(self) -> str:
-        """Blocks this connection until there is an alarm or a stop for this rank, or the store's host has ended."""
+        """Blocks this connection until there is an alarm or a stop for this rank; the end of the store is an alarm."""
         self._try("wait", [_alarm(self._rank)], timedelta(days=3650))
         word = self._try("get", _alarm(self._rank))
-        return STOP if word is None else word.decode()
+        return ALARM if word is None else word.decode()
 
     def exited(self, rank: int, code: int) -> None:
         """The process of a rank has ended without success."""
