@@ -65,7 +65,8 @@ class Blow:
         if self.how == "term":
             return "SIGTERM: saved" in job.output
         reason = f"failed first with LookupError: {BOOM}" if self.how == "raise" else "stopped without a word"
-        # Where the rank in question is the only one to see its exception, the others still have to name it.
+        if f"cannot be written, rank {self.rank}: LookupError: {BOOM}" in job.output:
+            return True
         return any(
             line.partition("PeerFailure: ")[2].startswith(f"rank {self.rank} ") and reason in line
             for line in job.output.splitlines()
@@ -139,7 +140,7 @@ def train(layout: str, folder: Path, steps: int, blow: Blow | None) -> None:
     module: Model = tiny_module(steps=steps, dropout=0.2)
     module.optimizer = torch.optim.AdamW
     saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=1, save_last=True)
-    trainer = Run(layout=layout).trainer(enable_checkpointing=True, callbacks=[Soak(folder, blow), saver], plugins=[])
+    trainer = Run(layout=layout).trainer(enable_checkpointing=True, callbacks=[Soak(folder, blow), saver])
     trainer.fit(module, ckpt_path="last")
 
 
