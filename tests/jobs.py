@@ -1,6 +1,7 @@
 """Jobs of several processes that are started as a user starts them, watched until the last of their processes ended."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,12 +40,24 @@ def run_job(command: Sequence[str], *, seconds: float = 300.0, env: Mapping[str,
     except subprocess.TimeoutExpired:
         in_time = False
     finally:
-        left = tuple(processes_of(job.pid))
+        left = tuple(pid for pid in processes_of(job.pid) if not (in_time and _ends(pid)))
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     if not in_time:
         output, _ = job.communicate()
     return Ended(code=job.wait(), output=output, left=left, in_time=in_time)
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process that has closed its output ends on its own as well, which takes a moment."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([watched], [], [], 20.0)[0])
+    finally:
+        os.close(watched)
 
 
 def processes_of(session: int) -> list[int]:
