@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning_afd.errors import PeerFailure
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.launcher import describe_exit
 
@@ -114,6 +115,13 @@ class Notes:
             return getattr(self._store, operation)(*args)
         except Exception:  # the store's host is gone: nobody is left to tell
             return None
+
+
+def describe_cause(rank: int, kind: str, text: str) -> str:
+    """What another rank says about a reason that somebody left; a verdict is somebody's who has found it out."""
+    if kind == PeerFailure.__name__:
+        return text
+    return f"rank {rank} failed first with {kind}{f': {text}' if text else ''}"
 
 
 def _alarm(rank: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_afd.runtime import Runtime
-from lightning_afd.strategies.notes import ALARM, Activity, Notes
+from lightning_afd.strategies.notes import ALARM, Activity, Notes, describe_cause
 
 
 def activity_of(runtime: Runtime | None) -> Activity:
@@ -72,5 +72,5 @@ class Watch:
         """The first cause, as this rank's main thread would have raised it."""
         place = self._look().place
         cause = self._notes.cause()
-        text = self._notes.verdict(f"it is {place}") if cause is None else cause[2]
+        text = self._notes.verdict(f"it is {place}") if cause is None else describe_cause(*cause)
         return f"rank {self._rank}, still {place}, is ended by force\nlightning_afd.errors.PeerFailure: {text}\n"

@@ -47,7 +47,7 @@ def main(ranks: int, how: str) -> None:
     callbacks = [] if early else [FailingExperts(ranks - 1, later)]
     trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, callbacks=callbacks, **QUIET)
     module = tiny_module(steps=4)
-    if early and trainer.global_rank == 0:
+    if early and trainer.local_rank == 0:
         module.configure_callbacks = lambda: fails(later)  # called while the ranks are not connected
     trainer.fit(module)
 
