@@ -15,7 +15,7 @@ bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test checks lint format build clean
+.PHONY: help venv train test soak checks lint format build clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1\t/' | expand -t 14
@@ -34,6 +34,9 @@ train: $(stamp)  ## pre-train the small default model: make train ARGS='trainer.
 
 test: $(stamp)  ## run the whole test suite, warnings are errors: make test ARGS='-k pool'
 	$(bin)/python -m pytest $(ARGS)
+
+soak: $(stamp)  ## end and resume a job again and again, then compare it with a quiet one: make soak ARGS='--rounds 4'
+	$(bin)/python tests/soak.py $(ARGS)
 
 checks: lint test  ## all that CI runs: format, lint, types, tests
 

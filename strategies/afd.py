@@ -316,7 +316,8 @@ class AFDStrategy(RankedStrategy):
         stopped = isinstance(exception, namespace_of(self).pytorch("utilities.exceptions").SIGTERMException)
         if stopped and self._signals is not None and self._signals.stops:
             self.guarded(save_last, self.lightning_module.trainer)
-        super().on_exception(exception)
+        else:
+            super().on_exception(exception)
 
     # -- end ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_afd.namespace import MisconfigurationException, ParallelStrategy, namespace_of
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.failure import FailureBoard, Patience
-from lightning_afd.strategies.launcher import WatchingLauncher
+from lightning_afd.strategies.launcher import Ranks, WatchingLauncher
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
@@ -84,8 +84,9 @@ class RankedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        ranks = Ranks(tell=self._child_ended, met=self._have_met)
         self._launcher = WatchingLauncher.of(namespace_of(self).package)(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._child_ended
+            self.cluster_environment, self.num_processes, self.num_nodes, ranks
         )
 
     def _child_ended(self, local_rank: int, code: int) -> bool:
@@ -95,6 +96,9 @@ class RankedStrategy(ParallelStrategy):
             return self._failed
         board.child_ended(self.node_rank * self.num_processes + local_rank, code)
         return True
+
+    def _have_met(self) -> bool:
+        return torch.distributed.is_initialized() or self._failed
 
     def expert_maps(self) -> list[dict[str, Any]]:
         """Which F rank owns which expert, per MoE layer, as plain values."""
@@ -118,10 +122,14 @@ class RankedStrategy(ParallelStrategy):
         distributed._init_dist_connection(self.cluster_environment, self._backend, timeout=patience, device_id=device)
         self._failed = False
         self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
+        self.guarded(self._connect)
+
+    def _connect(self) -> None:
+        """Collective: the groups in which the ranks talk during a step."""
         self.compare_plans(repr(self.layout))
         self._groups = ProcessGroups(self.layout, self.global_rank, self._timeout)
-        self._groups.warm(self.root_device)
         self.transport = P2PTransport(self._groups, self.root_device)
+        self._groups.warm(self.root_device)
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -172,19 +180,19 @@ class RankedStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """A failure outside of a step (a hook, a callback, a logger) ends the other ranks too."""
-        if isinstance(exception, Exception):
-            self._report_failure(exception)
+        """A failure outside of a step (a hook, a callback, Ctrl+C, sys.exit) ends the other ranks too."""
+        self._report_failure(exception)
 
-    def _report_failure(self, error: Exception) -> BaseException:
+    def _report_failure(self, error: BaseException) -> BaseException:
         """Tell the others why this rank stops, or learn why another one has; then cut all connections, once."""
-        if self._board is None or self._groups is None:
+        if self._board is None:
             return error
         self._failed = True
         cause = self._board.first_cause(error)
         if cause is error:
             self._board.post(error)
-        self.transport.drop()
+        if self._groups is not None:
+            self.transport.drop()
         self._drop_groups()
         torch.distributed.destroy_process_group()  # others may wait in a collective of Lightning's
         self._close_board()

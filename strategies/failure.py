@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_afd.errors import PeerFailure, PlanError
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout
-from lightning_afd.strategies.notes import Activity, Notes
+from lightning_afd.strategies.notes import Activity, Notes, describe_cause
 from lightning_afd.strategies.watch import Watch
 
 _SAME_ON_ALL_RANKS = {kind.__name__: kind for kind in (PlanError, MisconfigurationException, FloatingPointError)}
@@ -111,9 +111,7 @@ def _is_consequence(error: BaseException) -> bool:
 def _as_error(rank: int, kind: str, text: str) -> BaseException:
     if kind in _SAME_ON_ALL_RANKS:
         return _SAME_ON_ALL_RANKS[kind](text)
-    if kind == PeerFailure.__name__:  # somebody's verdict, equal on all ranks
-        return PeerFailure(text)
-    return PeerFailure(f"rank {rank} failed first with {kind}: {text}")
+    return PeerFailure(describe_cause(rank, kind, text))
 
 
 def _own_address() -> str:

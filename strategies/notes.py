@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning_afd.errors import PeerFailure
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.launcher import describe_exit
 
@@ -60,10 +61,10 @@ class Notes:
         self._try("set", _alive(self._rank), json.dumps(asdict(activity)))
 
     def wait(self) -> str:
-        """Blocks this connection until there is an alarm or a stop for this rank, or the store's host has ended."""
+        """Blocks this connection until there is an alarm or a stop for this rank; the end of the store is an alarm."""
         self._try("wait", [_alarm(self._rank)], timedelta(days=3650))
         word = self._try("get", _alarm(self._rank))
-        return STOP if word is None else word.decode()
+        return ALARM if word is None else word.decode()
 
     def exited(self, rank: int, code: int) -> None:
         """The process of a rank has ended without success."""
@@ -114,6 +115,13 @@ class Notes:
             return getattr(self._store, operation)(*args)
         except Exception:  # the store's host is gone: nobody is left to tell
             return None
+
+
+def describe_cause(rank: int, kind: str, text: str) -> str:
+    """What another rank says about a reason that somebody left; a verdict is somebody's who has found it out."""
+    if kind == PeerFailure.__name__:
+        return text
+    return f"rank {rank} failed first with {kind}{f': {text}' if text else ''}"
 
 
 def _alarm(rank: int) -> str:

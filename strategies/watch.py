@@ -7,20 +7,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
 
 from lightning_afd.runtime import Runtime
-from lightning_afd.strategies.notes import ALARM, Activity, Notes
+from lightning_afd.strategies.notes import ALARM, Activity, Notes, describe_cause
 
 
 def activity_of(runtime: Runtime | None) -> Activity:
     """What a rank with this runtime is doing, seen from another thread."""
-    if runtime is None:
-        return Activity(place="before its first step", seconds=0.0, state="outside")
-    action, since = runtime.current
-    seconds = time.perf_counter() - since
-    if action is None:
-        return Activity(place="outside of a step", seconds=seconds, state="outside")
-    return Activity(place=f"in {action.place()}", seconds=seconds, state="waits" if action.is_transfer else "computes")
+    action, since = (None, None) if runtime is None else runtime.current
+    seconds = 0.0 if since is None else time.perf_counter() - since
+    if action is not None:
+        state: Any = "waits" if action.is_transfer else "computes"
+        return Activity(place=f"in {action.place()}", seconds=seconds, state=state)
+    place, collective = "before its first step" if runtime is None else "outside of a step", _collective()
+    if collective is not None:
+        return Activity(place=f"{place}, in {collective}", seconds=seconds, state="waits")
+    return Activity(place=place, seconds=seconds, state="outside")
+
+
+def _collective() -> str | None:
+    """The function of torch.distributed in which the main thread waits for the other ranks, whoever has called it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    name = None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
 
 
 class Watch:
@@ -56,5 +72,5 @@ class Watch:
         """The first cause, as this rank's main thread would have raised it."""
         place = self._look().place
         cause = self._notes.cause()
-        text = self._notes.verdict(f"it is {place}") if cause is None else cause[2]
+        text = self._notes.verdict(f"it is {place}") if cause is None else describe_cause(*cause)
         return f"rank {self._rank}, still {place}, is ended by force\nlightning_afd.errors.PeerFailure: {text}\n"

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from cases import weights
 from fits import Model, Run, tiny_module
+from jobs import run_job
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
 from pool import RankPool, RemoteError
@@ -20,45 +19,39 @@ SCRIPT = Path(__file__).parent.parent / "failing_script.py"
 
 
 @pytest.mark.parametrize(
-    ("how", "parts"),
+    ("ranks", "how", "first", "parts"),
     [
-        ("raises", ("rank 1 failed first with ValueError: boom", "rank 1 (F0) failed in E1f0: layer 1, micro-batch 0")),
-        ("dies", ("rank 1 (F0) [signal SIGKILL] stopped without a word", "rank 0 (A0)", "while waiting for C1f0")),
-        ("hangs", ("rank 1 (F0) does not get ahead", "it is in E1f0: layer 1, micro-batch 0", "rank 0 (A0)")),
+        (
+            4,
+            "raises",
+            "rank 3 failed first with ValueError: boom",
+            ("rank 3 (F0) failed in E1f0: layer 1, micro-batch 0",),
+        ),
+        (4, "exits", "rank 3 (F0) [exit code 9] stopped without a word", ("while waiting for C1f0",)),
+        (2, "hangs", "rank 1 (F0) does not get ahead", ("it is in E1f0: layer 1, micro-batch 0", "rank 0 (A0)")),
     ],
 )
-def test_the_first_cause_is_the_last_thing_said(how: str, parts: tuple[str, ...]) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    job = subprocess.Popen(
-        [sys.executable, str(SCRIPT), how],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=120)  # ends when the last process that may write has ended
-    finally:
-        left = _session(job.pid)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert job.returncode not in (0, -signal.SIGKILL), output
-    last = output[output.rindex("PeerFailure") :]
-    assert all(part in last for part in parts), output
-    assert not left, output
+def test_the_first_cause_is_the_last_thing_said(ranks: int, how: str, first: str, parts: tuple[str, ...]) -> None:
+    job = run_job([str(SCRIPT), str(ranks), how])
+    assert job.code not in (0, -signal.SIGKILL), job.output
+    last = job.output[job.output.rindex("PeerFailure") :]
+    assert last.startswith(f"PeerFailure: {first}"), job.output
+    assert all(part in last for part in parts), job.output
+    assert job.in_time, job.output
+    assert not job.left, job.output
 
 
-def _session(leader: int) -> list[int]:
-    """Processes that are still there."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.getsid(int(pid)) == leader and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-                found.append(int(pid))
-        except (ProcessLookupError, FileNotFoundError):
-            continue
-    return found
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [("early-raises", 1, "ValueError: boom"), ("early-exits", 9, "local rank 0 (process")],
+)
+def test_ranks_that_wait_for_one_that_has_failed_end_with_it(how: str, code: int, last: str) -> None:
+    """Nothing connects them yet: rank 0 ends those that it has started, or they notice that it has ended."""
+    job = run_job([str(SCRIPT), "2", how])
+    assert job.code == code, job.output
+    assert job.output.rstrip().splitlines()[-1].startswith(last), job.output
+    assert job.in_time, job.output
+    assert not job.left, job.output
 
 
 class Signalled(pl.Callback):
