@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_afd.attention_rank import AttentionRank
 from lightning_afd.errors import PlanError
+from lightning_afd.expert_load import ExpertCounts
 from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.gradients import buckets
 from lightning_afd.model.coroutine import Host
@@ -67,6 +68,10 @@ class Plan:
     """Whether F ranks keep only the inputs of their experts for backward."""
     shared_experts: SharedPlace = "attention"
     """Which ranks compute shared experts: each A rank those of its tokens, or F ranks beside the routed ones."""
+    router_z_loss: float = 0.0
+    """Coefficient of the router z-loss of every MoE layer."""
+    expert_bias_rate: float = 0.0
+    """By how much the biases of experts move after each optimizer step."""
     router_logits: bool = False
     """Whether the loss needs the router logits of all layers on A group 0."""
 
@@ -83,6 +88,9 @@ class Plan:
         """Refuse what cannot run; raises PlanError with the numbers."""
         if not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
             raise PlanError(f"micro_batches={self.micro_batches}: choose 1 to {MAX_MICRO_BATCHES}")
+        for name in ("router_z_loss", "expert_bias_rate"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise PlanError(f"{name}={getattr(self, name)}: choose 0 (off) or a positive number")
         fewest = min(self.experts)
         if self.layout.ffn > fewest:
             raise PlanError(
@@ -110,6 +118,7 @@ class Engine:
         self.worker: Worker = plan.layout.worker_of(rank)
         self.collectives = collectives
         self.runtime: Runtime
+        self.expert_counts: ExpertCounts
         self._transport = transport
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._step = 0
@@ -177,6 +186,8 @@ class Engine:
     def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""
         self.link = Link(self._transport, self.rank, device)
+        self.expert_counts = ExpertCounts(self.plan.experts, device)
+        self.expert_counts.enabled = self.plan.expert_bias_rate > 0
         if self.is_attention:
             self._role: AttentionRank | FFNRank = self._connect_attention(root, layers, device)
         else:
@@ -205,7 +216,7 @@ class Engine:
             index: Router(maps[index], peers.ffn, device, shared=layers[index].shared is not None)
             for index in peers.layers
         }
-        return AttentionRank(self.link, cut.host, routers, peers)
+        return AttentionRank(self.link, cut.host, routers, peers, self.expert_counts)
 
     def disconnect(self) -> None:
         """Give the layers their own forward back."""
@@ -251,6 +262,11 @@ class Engine:
     def tokens(self) -> int:
         """Tokens that this rank brought to the last step; 0 on F ranks."""
         return self._role.tokens if isinstance(self._role, AttentionRank) else 0
+
+    def z_loss(self) -> float:
+        """What this rank's layers and micro-batches add to the z-loss of the global batch; 0 on F ranks."""
+        losses = self._role.z_losses if isinstance(self._role, AttentionRank) else []
+        return float(torch.stack(losses).sum()) if losses else 0.0
 
     def exposed(self) -> float:
         """Share of the last step in which this rank waited for messages (0..1)."""

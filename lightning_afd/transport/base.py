@@ -47,6 +47,9 @@ class Collectives(Protocol):
     def broadcast_object(self, value: object, source: int) -> object:
         """The object of rank `source` on every rank."""
 
+    def start_sum(self, tensor: Tensor) -> Incoming:
+        """Begin to add `tensor`, on the host, in place over all ranks; `wait()` returns it."""
+
     def sum_over_replicas(self, tensor: Tensor) -> None:
         """Add `tensor` in place over the ranks of this rank's own group."""
 

@@ -120,6 +120,10 @@ class LocalTransport:
     def broadcast_object(self, value: object, source: int) -> object:
         return self._exchange(self._world, value)[source]
 
+    def start_sum(self, tensor: Tensor) -> _Summed:
+        box = self._exchange(self._world, tensor.clone())
+        return _Summed(tensor.copy_(torch.stack([box[rank] for rank in self._world]).sum(0)))
+
     def sum_over_replicas(self, tensor: Tensor) -> None:
         box = self._exchange(self._replicas, tensor.clone())
         tensor.copy_(torch.stack([box[rank] for rank in self._replicas]).sum(0))
@@ -130,6 +134,14 @@ class LocalTransport:
     def _exchange(self, ranks: range, value: Any) -> dict[int, Any]:
         self._serial[ranks] += 1
         return self._network.exchange(self._rank, ranks, self._serial[ranks], value)
+
+
+class _Summed:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> Tensor:
+        return self._tensor
 
 
 class _LocalIncoming:

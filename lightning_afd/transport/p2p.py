@@ -65,7 +65,9 @@ class P2PTransport:
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _Posted:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         work = dist.irecv(buffer, src=peer, group=self._groups.channels[channel], tag=tag)
-        posted = _Posted(work, buffer)
+        return self._track(_Posted(work, buffer))
+
+    def _track(self, posted: _Posted) -> _Posted:
         self._posted.add(posted)
         return posted
 
@@ -103,6 +105,10 @@ class P2PTransport:
         everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(value, everyone, dst=0, group=self._groups.control)
         return everyone
+
+    def start_sum(self, tensor: Tensor) -> _Posted:
+        work = dist.all_reduce(tensor, group=self._groups.control, async_op=True)
+        return self._track(_Posted(work, tensor))
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)
