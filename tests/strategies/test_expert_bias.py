@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cases import LM, batch, fit_alone, join, largest_difference, route_to, weig
 from fits import Run
 from pool import RankPool, RemoteError
 from tiny import tiny_hf
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_afd.callbacks import ExpertLoad
 from lightning_afd.strategies.expert_balance import ExpertBalance
@@ -59,7 +60,7 @@ class SaveInTheMiddle(pl.Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class D10:
-    """20 batches of 4 rows per replica, two for each of 10 optimizer steps; every token goes to expert 0."""
+    """Batches of 4 rows per replica, two for each optimizer step; every token goes to expert 0."""
 
     run: Run
     start: float = 1.0
@@ -69,12 +70,13 @@ class D10:
     save: Path | None = None
     resume: Path | None = None
     poisoned_step: int = -1
+    batches: int = 20
 
 
 def fit(case: D10) -> tuple[dict[str, Tensor], list[list[int]]]:
     """The biases at the end, and the counts of the last step."""
     loads = ExpertLoad(every_n_steps=1)
-    module = Deepseek([batch(4 * case.run.sizes[0], 8, seed) for seed in range(20)], case.start, forced=True)
+    module = Deepseek([batch(4 * case.run.sizes[0], 8, seed) for seed in range(case.batches)], case.start, forced=True)
     module.poisoned_step = case.poisoned_step
     callbacks = [loads] if case.save is None else [loads, SaveInTheMiddle(case.save)]
     options = {"expert_bias_rate": RATE, **dict(case.options)}
@@ -105,9 +107,9 @@ def test_d10_one_exact_update_per_step(pool: RankPool, run: Run, tmp_path: Path)
 
 
 def test_skipped_steps_move_nothing(pool: RankPool) -> None:
-    case = D10(run=RUNS[1], options=(("on_nonfinite", "skip"),), poisoned_step=3)
+    case = D10(run=RUNS[1], options=(("on_nonfinite", "skip"),), poisoned_step=1, batches=6)
     for biases, _ in pool.run(fit, case.run.world, case):
-        check(biases, 0.991, 1.009)
+        check(biases, 0.998, 1.002)
 
 
 def per_micro_batch(run: Run) -> tuple[dict[str, Tensor], list[list[int]]]:
@@ -121,7 +123,7 @@ def per_micro_batch(run: Run) -> tuple[dict[str, Tensor], list[list[int]]]:
 
     ExpertBalance.end_window, ExpertBalance.kept_in_float32 = move, lambda self: nullcontext()  # type: ignore[method-assign,assignment]
     try:
-        return fit(D10(run=run))
+        return fit(D10(run=run, batches=4))
     finally:
         ExpertBalance.end_window, ExpertBalance.kept_in_float32 = end_window, keep  # type: ignore[method-assign]
 
@@ -130,10 +132,10 @@ def test_mistakes_are_caught(pool: RankPool) -> None:
     run = RUNS[0]
     for biases, _ in pool.run(per_micro_batch, run.world, run):
         with pytest.raises(AssertionError):
-            check(biases, 0.990, 1.010)
+            check(biases, 0.998, 1.002)
 
 
-LARGE = 0.05
+LARGE = 0.01
 
 
 class Balancing(pl.Callback):
@@ -145,7 +147,11 @@ class Balancing(pl.Callback):
         self.counts = [torch.zeros(4, dtype=torch.int64) for _ in self.routers]
         for router, counts in zip(self.routers, self.counts, strict=True):
             router.e_score_correction_bias = router.e_score_correction_bias.float()
-            router.register_forward_hook(lambda m, args, out, n=counts: n.add_(out[2].flatten().bincount(minlength=4)))
+            router.register_forward_hook(partial(self.count, counts))
+
+    @staticmethod
+    def count(counts: Tensor, module: nn.Module, args: Any, out: Any) -> None:
+        counts += out[2].flatten().bincount(minlength=4)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == self.step:
@@ -168,11 +174,12 @@ def balanced(run: Run, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 @pytest.mark.parametrize("run", [Run(precision="64-true"), Run(layout="1A+1F", groups=2, precision="64-true")], ids=str)
 def test_training_equals_balancing_by_hand(pool: RankPool, run: Run) -> None:
-    reference = balanced_module(4)
+    reference, unbalanced = balanced_module(4), balanced_module(4)
     fit_alone(reference, accumulate_grad_batches=2, callbacks=[Balancing()])
+    fit_alone(unbalanced, accumulate_grad_batches=2)
+    assert largest_difference(weights(unbalanced), weights(reference)) > 1e-4
     ranks = pool.run(balanced, run.world, run, 4)
     assert largest_difference(join([mine for mine, _ in ranks]), weights(reference)) < 1e-7
-    assert any(value.unique().numel() > 2 for value in reference.biases().values())
     for _, biases in ranks:
         assert largest_difference(biases, reference.biases()) < 1e-6
 
