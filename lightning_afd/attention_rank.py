@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_afd.expert_load import ExpertCounts
 from lightning_afd.model.coroutine import Host, Segment
 from lightning_afd.model.routing import Router
 from lightning_afd.peers import Peers
@@ -49,11 +50,12 @@ class _InFlight:
 class AttentionRank:
     """State of one A rank during a step, and the handlers of its actions."""
 
-    def __init__(self, link: Link, host: Host, routers: dict[int, Router], peers: Peers) -> None:
+    def __init__(self, link: Link, host: Host, routers: dict[int, Router], peers: Peers, counts: ExpertCounts) -> None:
         self._link = link
         self._host = host
         self._routers = routers
         self._peers = peers
+        self._counts = counts
         self._shape = peers.shape
         self._replica = peers.layout.index_of(link.rank)
         self._training = False
@@ -61,11 +63,14 @@ class AttentionRank:
         self.results: list[Any] = []
         self.tokens = 0
         """Tokens that this rank has brought to the step; counted on A group 0."""
+        self.z_losses: list[Tensor] = []
+        """Weighted router z-losses of own layers, per micro-batch."""
 
     def begin(self, steps: Sequence[UserStep], micro_batches: int, *, training: bool) -> None:
         """Take the user's steps of this batch; micro-batches beyond them have no rows on this rank."""
         self._training = training
         self.tokens = 0
+        self.z_losses = []
         segments = self._peers.owned_segments
         works = [MicroBatch(self._host, step, self._shape.layers, segments) for step in steps]
         self._flight = [_InFlight(work) for work in works]
@@ -304,11 +309,14 @@ class AttentionRank:
             return nothing_sent(self._peers.ffn, router.device), (nothing, nothing)
         assert segment.x_TH is not None and segment.idx_TK is not None and segment.w_TK is not None
         x_TH, w_TK = segment.x_TH.detach(), segment.w_TK.detach()
+        if self._training:
+            self._counts.add(layer, segment.idx_TK)
         if segment.wire_dtype is not None:
             x_TH = x_TH.to(segment.wire_dtype)
         return sent_by(router.route(segment.idx_TK), x_TH, w_TK), (x_TH, w_TK)
 
     def _finish(self, flight: _InFlight) -> None:
         if flight.work is not None:
+            self.z_losses += flight.work.z_losses
             flight.work.close()
             flight.work = None

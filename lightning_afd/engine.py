@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_afd.attention_rank import AttentionRank
 from lightning_afd.errors import PlanError
+from lightning_afd.expert_load import ExpertCounts
 from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.gradients import buckets
 from lightning_afd.model.coroutine import Host
@@ -70,6 +71,10 @@ class Plan:
     """Whether F ranks keep only the inputs of their experts for backward."""
     shared_experts: SharedPlace = "attention"
     """Which ranks compute shared experts: each A rank those of its tokens, or F ranks beside the routed ones."""
+    router_z_loss: float = 0.0
+    """Coefficient of the router z-loss of every MoE layer."""
+    expert_bias_rate: float = 0.0
+    """By how much the biases of experts move after each optimizer step."""
     router_logits: bool = False
     """Whether the loss needs router logits that are computed on other ranks than the tail."""
 
@@ -87,6 +92,9 @@ class Plan:
         """Refuse what cannot run; raises PlanError with the numbers."""
         if not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
             raise PlanError(f"micro_batches={self.micro_batches}: choose 1 to {MAX_MICRO_BATCHES}")
+        for name in ("router_z_loss", "expert_bias_rate"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise PlanError(f"{name}={getattr(self, name)}: choose 0 (off) or a positive number")
         fewest = min(self.experts)
         if self.layout.ffn > fewest:
             raise PlanError(
@@ -119,6 +127,7 @@ class Engine:
         self.worker: Worker = plan.layout.worker_of(rank)
         self.collectives = collectives
         self.runtime: Runtime
+        self.expert_counts: ExpertCounts
         self._transport = transport
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._step = 0
@@ -204,6 +213,8 @@ class Engine:
     def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""
         self.link = Link(self._transport, self.rank, device)
+        self.expert_counts = ExpertCounts(self.plan.experts, device)
+        self.expert_counts.enabled = self.plan.expert_bias_rate > 0
         decoder = decoder_layers(root, layers)
         if self.is_attention:
             maps = self.expert_maps()
@@ -212,7 +223,9 @@ class Engine:
                 for index in self._peers.layers
             }
             host = self._install(root, decoder)
-            self._role: AttentionRank | FFNRank = AttentionRank(self.link, host, routers, self._peers)
+            self._role: AttentionRank | FFNRank = AttentionRank(
+                self.link, host, routers, self._peers, self.expert_counts
+            )
         else:
             shards = {index: self._shard(layers[index]) for index in self._peers.layers}
             if not self.has_tail:
@@ -302,6 +315,11 @@ class Engine:
     def tokens(self) -> int:
         """Tokens that this rank brought to the last step; 0 on F ranks."""
         return self._role.tokens if isinstance(self._role, AttentionRank) else 0
+
+    def z_loss(self) -> float:
+        """What this rank's layers and micro-batches add to the z-loss of the global batch; 0 on F ranks."""
+        losses = self._role.z_losses if isinstance(self._role, AttentionRank) else []
+        return float(torch.stack(losses).sum()) if losses else 0.0
 
     def exposed(self) -> float:
         """Share of the last step in which this rank waited for messages (0..1)."""

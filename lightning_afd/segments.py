@@ -21,6 +21,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.coroutine import Coroutine, Host, Segment
 from lightning_afd.model.graph import shared_by, uses_copies
 from lightning_afd.model.router_output import RouterOutput
+from lightning_afd.model.z_loss import add_z_gradient, refuse_other_than_logits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +38,8 @@ class UserStep:
     """Factor of this loss in backward, so that small gradients survive half precision."""
     loss_of: Callable[[Any], Tensor | None] = lambda result: None
     """Picks the loss out of what the step returned."""
+    router_z_loss: float = 0.0
+    """Coefficient of the router z-loss of each layer that is added to this loss, in backward only."""
     seed: int | None = None
     """Random numbers of this micro-batch; None: those of the process."""
 
@@ -59,6 +62,8 @@ class MicroBatch:
         self._mine = segments
         self._coroutine = Coroutine(host, step.function, step.around, step.seed)
         self._segments: dict[int, Segment] = {}
+        self.z_losses: list[Tensor] = []
+        """Weighted z-losses of the layers whose backward has run."""
 
     @property
     def result(self) -> Any:
@@ -150,10 +155,22 @@ class MicroBatch:
         shared = self._shares_graph()
         segment = self._segments.pop(layer)
         assert segment.base is not None and segment.x_TH is not None and segment.w_TK is not None
+        self._add_z_loss(segment)
         pairs = _fitting([(segment.base, dh_TH), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)])
         with self._host.backward(segment):
             _backward(pairs + _logit_gradients(segment, pairs), retain_graph=shared)
         return None if segment.h is None else self._gradients(segment)
+
+    def _add_z_loss(self, segment: Segment) -> None:
+        """As if the user had added coefficient * z-loss to this micro-batch's loss: weighted and scaled like it."""
+        step = self._step
+        if step.router_z_loss == 0.0 or step.weight == 0.0:
+            return
+        if segment.layer not in self._host.routers_checked:
+            refuse_other_than_logits(segment)
+            self._host.routers_checked.add(segment.layer)
+        factor = step.weight * step.router_z_loss
+        self.z_losses.append(step.weight * add_z_gradient(segment.logits[0][1], factor * step.loss_scale))
 
     def close(self) -> None:
         """Drop the coroutine and all activations."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,13 +117,16 @@ class LocalJob:
             for step, loss in zip(steps, mine, strict=True)
             if step.weight
         ]
+        z_loss = sum(engine.plan.router_z_loss * engine.z_loss() for engine in self.engines)
         parts = [gradients_of(model) for model in self.models]
         return Outcome(
-            sum(losses), [join_gradients(self._whole, self.layout, parts, a) for a in range(self.layout.attention)]
+            sum(losses) + z_loss,
+            [join_gradients(self._whole, self.layout, parts, a) for a in range(self.layout.attention)],
         )
 
     def _user_step(self, rank: int, ids_BS: Tensor, weight: float) -> UserStep:
-        return step_of(lambda: self._loss(self.models[rank], ids_BS), weight)
+        step = step_of(lambda: self._loss(self.models[rank], ids_BS), weight)
+        return replace(step, router_z_loss=self.engines[rank].plan.router_z_loss)
 
     def _on_all(self, function: Callable[[int], Any]) -> list[Any]:
         return self.network.run([lambda rank=rank: function(rank) for rank in range(self.layout.world)])  # type: ignore[misc]

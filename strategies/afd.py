@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_afd.strategies.checkpoints import RankCheckpoints
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.epoch_hooks import EpochHooks
+from lightning_afd.strategies.expert_balance import ExpertBalance
 from lightning_afd.strategies.gradient_norm import GradientNorm
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
 from lightning_afd.strategies.notes import Activity
@@ -61,6 +63,7 @@ class AFDStrategy(RankedStrategy):
         self._driver: Driver | None = None
         self._epoch_hooks: EpochHooks | None = None
         self._gradient_norm: GradientNorm | None = None
+        self._balance: ExpertBalance | None = None
         self._unshare_found_inf: Callable[[], None] = lambda: None
         self._signals: AgreedSignals | None = None
         self._accumulating = False
@@ -101,6 +104,12 @@ class AFDStrategy(RankedStrategy):
         return [vars(expert_map) for expert_map in self.engine.expert_maps()]
 
     @property
+    def balance(self) -> ExpertBalance:
+        """Tokens per expert, and the biases that balance them."""
+        assert self._balance is not None, "the strategy is not set up"
+        return self._balance
+
+    @property
     def driver(self) -> Driver:
         assert self._driver is not None, "the strategy is not set up"
         return self._driver
@@ -131,7 +140,8 @@ class AFDStrategy(RankedStrategy):
         self.engine, layers = self._make_engine(module)
         self._place(module, layers)
         self.engine.materialise(module, layers, self.root_device)
-        self.model = self.precision_plugin.convert_module(module)
+        with self.balance.kept_in_float32():
+            self.model = self.precision_plugin.convert_module(module)
         self._move_owned(module)
         if fitting:
             self.setup_optimizers(trainer)
@@ -167,6 +177,8 @@ class AFDStrategy(RankedStrategy):
                 recompute=config.recompute,
                 recompute_experts=config.recompute_experts,
                 shared_experts=config.shared_experts,
+                router_z_loss=config.router_z_loss,
+                expert_bias_rate=config.expert_bias_rate,
             )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
@@ -177,6 +189,7 @@ class AFDStrategy(RankedStrategy):
         assert self.engine is not None
         try:
             self.engine.place(module, layers)
+            self._balance = ExpertBalance(self.engine, layers)
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
 
@@ -203,6 +216,8 @@ class AFDStrategy(RankedStrategy):
         scale = loss_scale(self.precision_plugin, self.lightning_module.trainer.accumulate_grad_batches)
         given, last_of_window = (*args, *kwargs.values()), lambda: not self._accumulating
         made = self.guarded(self.driver.train, given, around, last_of_window, scale)
+        if not self._accumulating:
+            self.guarded(self.balance.end_window)
         self._agree_on_signals(step_ends=not self._accumulating)
         return made
 
@@ -221,7 +236,8 @@ class AFDStrategy(RankedStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.guarded(super().optimizer_step, *args, **kwargs)
+        step = partial(super().optimizer_step, *args, **kwargs)
+        return self.guarded(self.balance.around, step, self.precision_plugin, self._gradient_norm)
 
     def _evaluate(self, step: str, context: str, args: tuple[Any, ...]) -> Any:
         function, around = getattr(self.lightning_module, step), getattr(self.precision_plugin, context)

@@ -39,6 +39,17 @@ class AFDConfig:
 
     On "ffn" each token's are computed by one of the F ranks that it visits, and every F rank of a group holds them.
     """
+    expert_bias_rate: float = 0.0
+    """By how much the bias of each expert moves after an optimizer step, against its load; 0 leaves it alone.
+
+    For models that have one (e_score_correction_bias of DeepSeek-V3, whose authors took 1e-3). Loads are the tokens of
+    all A ranks and micro-batches of the step; a step that nobody makes moves nothing. Biases are float32 then.
+    """
+    router_z_loss: float = 0.0
+    """Coefficient of the router z-loss (ST-MoE, 1e-3 there) that is added to the loss of each micro-batch; 0: none.
+
+    The mean over the tokens of log(sum(exp(router logits)))^2, summed over the MoE layers.
+    """
     on_nonfinite: Literal["error", "skip"] = "error"
     """A gradient that is not finite on any rank ends the job and is named, or nobody makes the step.
 

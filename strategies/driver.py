@@ -20,7 +20,7 @@ from lightning_afd.model.place import dense_parameters, owned_parameters
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.seeds import Seeds
-from lightning_afd.strategies.step_log import Exchange, Recorder
+from lightning_afd.strategies.step_log import Exchange, Key, Logged, Recorder
 from lightning_afd.strategies.tails import NOTHING, TailErrands, Work
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class StepStats:
     """Of the slowest rank."""
     exposed: float
     """Mean share of their step in which A ranks waited for messages (0..1)."""
+    z_loss: float = 0.0
+    """Router z-loss, without its coefficient; 0 where it is off."""
 
 
 class Driver:
@@ -92,6 +94,7 @@ class Driver:
         losses = [_loss_value(result) * weight for result, weight in done if weight]
         with around():  # where Lightning itself would log: metrics take the default dtype of this context
             loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
+            self._log_z_loss()
         made = installing_loss(loss, partial(self._install, loss_scale, last_of_window))
         return merge_outputs(results, weights, made) if self.engine.leads else made
 
@@ -144,7 +147,12 @@ class Driver:
     def _steps(self, function: Callable[..., Any], around: Around, work: Work) -> list[UserStep]:
         micro_batches = zip(work.args, work.weights, work.seeds, strict=True)
         return [
-            replace(self._user_step(function, args, around, weight), seed=seed, loss_scale=work.loss_scale)
+            replace(
+                self._user_step(function, args, around, weight),
+                seed=seed,
+                loss_scale=work.loss_scale,
+                router_z_loss=self.engine.plan.router_z_loss,
+            )
             for args, weight, seed in micro_batches
         ]
 
@@ -160,20 +168,28 @@ class Driver:
 
     def _share(self, loss: Tensor, seconds: float, *, by_rows: bool) -> Tensor:
         """Exchange loss, figures and logged values; replays the log and returns the loss of the global batch."""
-        head = [float(loss), self.engine.tokens, seconds, self.engine.exposed(), self._wish_of_rank()]
+        engine = self.engine
+        head = [float(loss), engine.tokens, seconds, engine.exposed(), self._wish_of_rank(), engine.z_loss()]
         heads, logged = self._exchange.share(head, self._recorder, by_rows=by_rows)
         for item in logged:
             item.replay(self._module)
         attention = [head for head in heads if head[1] > 0] or heads
-        total = sum(head[0] for head in heads)
+        z_loss = sum(head[5] for head in heads)
+        total = sum(head[0] for head in heads) + engine.plan.router_z_loss * z_loss
         self.wish = max(head[4] for head in heads)
         self.stats = StepStats(
             loss=total,
             tokens=sum(head[1] for head in heads),
             seconds=max(head[2] for head in heads),
             exposed=sum(head[3] for head in attention) / len(attention),
+            z_loss=z_loss,
         )
         return torch.tensor(total, dtype=loss.dtype, device=self._module.device)
+
+    def _log_z_loss(self) -> None:
+        if self.engine.plan.router_z_loss and self.stats is not None:
+            key = Key("router_z_loss", "mean", str(torch.get_default_dtype()).removeprefix("torch."), ())
+            Logged(key, self.stats.z_loss, batch_size=1).replay(self._module)
 
     def _install(self, loss_scale: float, last_of_window: Callable[[], bool], scale: Tensor) -> None:
         self._stash.install(scale / loss_scale)

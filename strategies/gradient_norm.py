@@ -28,6 +28,8 @@ class GradientNorm:
     def __init__(self, engine: Engine, module: pl.LightningModule, precision: Any, *, skip: bool) -> None:
         self.value: float | None = None
         """The norm in the last optimizer step, before clipping."""
+        self.skipped = False
+        """Whether nobody makes the last optimizer step, as the norm is not finite."""
         self._engine = engine
         self._module = module
         self._precision = precision
@@ -46,7 +48,7 @@ class GradientNorm:
 
     def _after_closure(self, original: Any, *args: Any) -> None:
         """Lightning's hooks and clipping between a backward and the optimizer's step."""
-        self._measured = False
+        self._measured = self.skipped = False
         original(*args)
         self._check_once()
 
@@ -74,6 +76,7 @@ class GradientNorm:
 
     def _refuse(self, rank: int, number: int) -> None:
         if self._skip:
+            self.skipped = True
             for parameter in self._parameters:
                 parameter.grad = None
             return

@@ -147,6 +147,8 @@ class Host:
         self.in_backward = False
         self.shares_graph: bool | None = None
         """Whether segments have autograd operations in common; None as long as nobody has looked."""
+        self.routers_checked: set[int] = set()
+        """Layers of which it is known that their routers return logits."""
         self.recomputed: Segment | None = None
         """The segment whose layers a backward may compute again."""
 

@@ -53,6 +53,9 @@ class Collectives(Protocol):
     def receive_object(self, sender: int) -> object:
         """The next object that `sender` sends to this rank."""
 
+    def start_sum(self, tensor: Tensor) -> Incoming:
+        """Begin to add `tensor`, on the host, in place over all ranks; `wait()` returns it."""
+
     def sum_over_replicas(self, tensor: Tensor) -> None:
         """Add `tensor` in place over the ranks that hold the same dense parameters (Layout.copies_of)."""
 

@@ -131,6 +131,10 @@ class LocalTransport:
         self._network.wait_until(self._rank, lambda: bool(box), f"an object of rank {sender}")
         return box.popleft()
 
+    def start_sum(self, tensor: Tensor) -> _Summed:
+        box = self._exchange(self._world, tensor.clone())
+        return _Summed(tensor.copy_(torch.stack([box[rank] for rank in self._world]).sum(0)))
+
     def sum_over_replicas(self, tensor: Tensor) -> None:
         box = self._exchange(self._replicas, tensor.clone())
         tensor.copy_(torch.stack([box[rank] for rank in self._replicas]).sum(0))
@@ -141,6 +145,14 @@ class LocalTransport:
     def _exchange(self, ranks: range, value: Any) -> dict[int, Any]:
         self._serial[ranks] += 1
         return self._network.exchange(self._rank, ranks, self._serial[ranks], value)
+
+
+class _Summed:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> Tensor:
+        return self._tensor
 
 
 class _LocalIncoming:

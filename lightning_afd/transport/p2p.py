@@ -64,7 +64,9 @@ class P2PTransport:
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _Posted:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         work = dist.irecv(buffer, src=peer, group=self._groups.channels[channel], tag=tag)
-        posted = _Posted(work, buffer)
+        return self._track(_Posted(work, buffer))
+
+    def _track(self, posted: _Posted) -> _Posted:
         self._posted.add(posted)
         return posted
 
@@ -110,6 +112,10 @@ class P2PTransport:
         box = [None]
         dist.recv_object_list(box, src=sender, group=self._groups.control)
         return box[0]
+
+    def start_sum(self, tensor: Tensor) -> _Posted:
+        work = dist.all_reduce(tensor, group=self._groups.control, async_op=True)
+        return self._track(_Posted(work, tensor))
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)
