@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_afd import attention_rank
-from lightning_afd.engine import Engine, make_plan
+from lightning_afd.engine import Engine
 from lightning_afd.placement import Layout
+from lightning_afd.plan import make_plan
 from lightning_afd.segments import Gradients, MicroBatch, UserStep
 from lightning_afd.transport.base import Channel
 from lightning_afd.transport.local import LocalNetwork, LocalTransport

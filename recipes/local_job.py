@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_afd.engine import Engine, make_plan
+from lightning_afd.engine import Engine
 from lightning_afd.gradients import sum_over_replicas
 from lightning_afd.model.place import dense_parameters
 from lightning_afd.model.split import find_moe_layers
 from lightning_afd.placement import ExpertMap, Layout, Worker
+from lightning_afd.plan import make_plan
 from lightning_afd.segments import UserStep
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 

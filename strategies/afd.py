@@ -5,24 +5,21 @@ Order of calls: setup_environment (process groups) -> setup (split, optimizers) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_afd.engine import Engine, make_plan
+from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
-from lightning_afd.model.hub_model import with_hub_entry
 from lightning_afd.model.lazy import without_storage
 from lightning_afd.model.split import MoELayer
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
-from lightning_afd.strategies.base import RankedStrategy
-from lightning_afd.strategies.checkpoints import RankCheckpoints
+from lightning_afd.plan import make_plan
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.epoch_hooks import EpochHooks
@@ -31,6 +28,7 @@ from lightning_afd.strategies.gradient_norm import GradientNorm
 from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
+from lightning_afd.strategies.saving import SavingStrategy
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.signals import AgreedSignals, save_last
@@ -39,10 +37,9 @@ from lightning_afd.timeline import Timeline
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from torch.optim import Optimizer
 
 
-class AFDStrategy(RankedStrategy):
+class AFDStrategy(SavingStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
     Options are those of `AFDConfig`: attention, ffn, groups, head, micro_batches, order and so on. Options of
@@ -58,7 +55,7 @@ class AFDStrategy(RankedStrategy):
     def __init__(self, **options: Any) -> None:
         own = {name: options.pop(name) for name in AFDConfig.__dataclass_fields__ if name in options}
         self.config = AFDConfig(**own)
-        super().__init__(timeout=self.config.timeout, **options)
+        super().__init__(timeout=self.config.timeout, weights_only=self.config.weights_only, **options)
         self.engine: Engine | None = None
         self._driver: Driver | None = None
         self._epoch_hooks: EpochHooks | None = None
@@ -67,7 +64,6 @@ class AFDStrategy(RankedStrategy):
         self._unshare_found_inf: Callable[[], None] = lambda: None
         self._signals: AgreedSignals | None = None
         self._accumulating = False
-        self._checkpoints = RankCheckpoints(self)
 
     @override
     def _configure_launcher(self) -> None:
@@ -92,11 +88,6 @@ class AFDStrategy(RankedStrategy):
         assert self.engine is not None
         spans = self.transport.gather_object(self.engine.runtime.spans)
         return None if spans is None else Timeline(self.layout, tuple(span for part in spans for span in part))
-
-    @property
-    def checkpoint_notes(self) -> dict[str, Any]:
-        """Plain values that are saved in each checkpoint and restored from it."""
-        return self._checkpoints.notes
 
     @override
     def expert_maps(self) -> list[dict[str, Any]]:
@@ -277,48 +268,7 @@ class AFDStrategy(RankedStrategy):
         engine = self.engine
         return self.guarded(agree_on_length, dataloader, engine.collectives, is_attention=engine.is_attention)
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are restored into what this rank owns after the split."""
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._checkpoints.owned_state()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise MisconfigurationException("strategy afd has no use for storage_options of save_checkpoint")
-        if self.leaves_alone:
-            rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
-        else:
-            self.guarded(self._checkpoints.save, with_hub_entry(checkpoint, self.lightning_module), filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpoints.load(
-            checkpoint_path, self.config.weights_only if weights_only is None else weights_only
-        )
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints.restore_owned(checkpoint["state_dict"], strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoints.restore_optimizers(checkpoint, self.optimizers)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        self._checkpoints.remove(filepath)
+    # -- failure --------------------------------------------------------------------------------------------------
 
     @property
     @override

@@ -11,12 +11,13 @@ from local_job import Batches, Gradients, LocalJob, make_batches, micro_batch_lo
 from tiny import TinyMoE, TinyRouter, tiny
 from torch import Tensor, nn
 
-from lightning_afd.engine import Engine, Plan
+from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.place import owned_bytes
 from lightning_afd.placement import Layout
+from lightning_afd.plan import Plan
 from lightning_afd.recipes import local_job as job_module
 from lightning_afd.schedule.orders import ORDERS
 

@@ -14,7 +14,7 @@ from tiny import HF
 from torch import Tensor
 
 from lightning_afd import from_pretrained
-from lightning_afd.engine import Engine, make_plan
+from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.model import hub_folder
 from lightning_afd.model.experts import shard_experts
@@ -22,6 +22,7 @@ from lightning_afd.model.hub_import import load_pretrained
 from lightning_afd.model.place import is_owned, mark_placed
 from lightning_afd.model.split import find_moe_layers
 from lightning_afd.placement import Layout
+from lightning_afd.plan import make_plan
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 
 LAYOUTS = (Layout(attention=2, ffn=3), Layout(attention=1, ffn=2, groups=2))

@@ -11,13 +11,14 @@ from compiling import wrapped
 from tiny import hf_config, tiny
 from torch import Tensor, nn
 
-from lightning_afd.engine import Engine, make_plan
+from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.model.compiled import plain_name
 from lightning_afd.model.experts import shard_experts
 from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import is_owned
 from lightning_afd.placement import Layout
+from lightning_afd.plan import make_plan
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 
 ONE = Layout(attention=1, ffn=1)

@@ -23,9 +23,10 @@ from local_job import (
 from pool import RankErrors, RankPool
 from tiny import TinyMoE, tiny
 
-from lightning_afd.engine import Engine, make_plan
+from lightning_afd.engine import Engine
 from lightning_afd.gradients import sum_over_replicas
 from lightning_afd.placement import Layout
+from lightning_afd.plan import make_plan
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 CPU = torch.device("cpu")

@@ -1,0 +1,90 @@
+"""What all ranks must agree on before they split a model: a plain value, made by looking at the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_afd.errors import PlanError
+from lightning_afd.model.recompute import Recompute
+from lightning_afd.model.shared import SharedPlace
+from lightning_afd.model.split import MoELayer, find_moe_layers, wants_router_logits, with_shared_experts
+from lightning_afd.placement import ExpertMap, Layout
+from lightning_afd.schedule.shape import Shape
+from lightning_afd.transport.base import MAX_MICRO_BATCHES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that all ranks must agree on before the first step."""
+
+    layout: Layout
+    layers: int
+    experts: tuple[int, ...]
+    """Routed experts of each MoE layer."""
+    order: str
+    micro_batches: int
+    recompute: Recompute = "none"
+    """What A ranks compute again in backward."""
+    recompute_experts: bool = False
+    """Whether F ranks keep only the inputs of their experts for backward."""
+    shared_experts: SharedPlace = "attention"
+    """Which ranks compute shared experts: each A rank those of its tokens, or F ranks beside the routed ones."""
+    router_z_loss: float = 0.0
+    """Coefficient of the router z-loss of every MoE layer."""
+    expert_bias_rate: float = 0.0
+    """By how much the biases of experts move after each optimizer step."""
+    router_logits: bool = False
+    """Whether the loss needs router logits that are computed on other ranks than the tail."""
+
+    def shape(self, micro_batches: int) -> Shape:
+        """The shape of a step with so many micro-batches."""
+        return Shape(
+            layers=self.layers,
+            groups=self.layout.groups,
+            micro_batches=micro_batches,
+            router_logits=self.router_logits,
+            head=self.layout.head,
+        )
+
+    def expert_maps(self) -> list[ExpertMap]:
+        """Owner of each expert, per MoE layer."""
+        return [ExpertMap.contiguous(experts, self.layout.ffn) for experts in self.experts]
+
+    def check(self) -> None:
+        """Refuse what cannot run; raises PlanError with the numbers."""
+        if not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
+            raise PlanError(f"micro_batches={self.micro_batches}: choose 1 to {MAX_MICRO_BATCHES}")
+        for name in ("router_z_loss", "expert_bias_rate"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise PlanError(f"{name}={getattr(self, name)}: choose 0 (off) or a positive number")
+        fewest = min(self.experts)
+        if self.layout.ffn > fewest:
+            raise PlanError(
+                f"ffn={self.layout.ffn} F ranks for {fewest} experts per layer: use ffn <= {fewest}, "
+                "so that every F rank owns an expert of every layer"
+            )
+        if self.shared_experts == "ffn" and self.layout.has_ranks_without_tail():
+            raise PlanError(
+                f"head='ffn' with shared_experts='ffn' needs a tail on every F rank, but ffn={self.layout.ffn} is more "
+                f"than attention={self.layout.attention}: leave one of the two on attention ranks"
+            )
+
+
+def make_plan(root: nn.Module, layout: Layout, **choices: Any) -> tuple[Plan, tuple[MoELayer, ...]]:
+    """Look at a whole model and say how it will be trained; `choices` are the other fields of Plan (order ...).
+
+    Raises PlanError for what cannot work.
+    """
+    layers = find_moe_layers(root)
+    plan = Plan(
+        layout=layout,
+        layers=len(layers),
+        experts=tuple(layer.num_experts for layer in layers),
+        **choices,
+        router_logits=(layout.groups > 1 or layout.head == "ffn") and wants_router_logits(root),
+    )
+    plan.check()
+    return plan, with_shared_experts(root, layers) if plan.shared_experts == "ffn" else layers
