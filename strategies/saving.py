@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SavingStrategy(RankedStrategy):
     """A strategy whose ranks write and read one directory together."""
 
-    def __init__(self, *, weights_only: bool | None, **options: Any) -> None:
+    def __init__(self, *, weights_only: bool, **options: Any) -> None:
         super().__init__(**options)
         self._weights_only = weights_only
         self._checkpoints = RankCheckpoints(self)
