@@ -43,6 +43,14 @@ def batch_rows(batch: Any) -> int:
     return int(rows)
 
 
+def rows_or_one(batch: Any) -> int:
+    """Rows of a batch, or 1 where it has no rows that could be counted."""
+    try:
+        return batch_rows(batch)
+    except PlanError:
+        return 1
+
+
 def loss_weight(batch: Any) -> float:
     """Valid labels of a micro-batch (not -100, shifted by one as causal language models shift), else its rows."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)

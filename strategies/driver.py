@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_afd.batch import batch_rows, loss_weight, merge_outputs, split_batch
+from lightning_afd.batch import loss_weight, merge_outputs, rows_or_one, split_batch
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
 from lightning_afd.model.place import is_replicated, owned_parameters
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.segments import UserStep
+from lightning_afd.strategies.loaders import has_no_rows
+from lightning_afd.strategies.metric_objects import MetricObjects
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Recorder
 
@@ -55,9 +57,11 @@ class Driver:
         self._module = module
         self._parameters = [parameter for _, parameter in owned_parameters(module)]
         self._stash = GradientStash(self._parameters)
-        self._recorder = Recorder()
+        self.metrics = MetricObjects(module, engine.collectives, speaks=engine.has_tail)
+        """Metric objects that the module has logged."""
+        self._recorder = Recorder(self.metrics)
         self._seeds = seeds
-        self._exchange = Exchange(engine.collectives, speaks=engine.has_tail)
+        self._exchange = Exchange(engine.collectives)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -89,25 +93,28 @@ class Driver:
         done = zip(results, steps, strict=True) if self.engine.has_tail else ()
         losses = [_loss_value(result) * step.weight for result, step in done if step.weight]
         with around():  # where Lightning itself would log: metrics take the default dtype of this context
-            loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
+            own = (sum(losses, torch.zeros(())), time.perf_counter() - start)
+            loss = self._share(*own, speaks=self.engine.has_tail, by_rows=False)
         made = installing_loss(loss, partial(self._install, loss_scale, last_of_window))
         return merge_outputs(results, weights, made) if self.engine.has_tail else made
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
-        """One batch of validation or test, forward only; returns the user's output on A ranks and None on F ranks."""
+        """One batch of validation or test, forward only; returns the user's output, or None without rows here."""
         with self._recorder.capture(self._module):
             results = self._run_forward(function, args, around)
         with around():
-            self._share(torch.zeros(()), 0.0, by_rows=True)
+            speaks = self.engine.has_tail and not has_no_rows(args[0])
+            self._share(torch.zeros(()), 0.0, speaks=speaks, by_rows=True)
         return results[0] if results else None
 
     def predict(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
-        """One batch of predict; returns the user's output on A ranks and None on F ranks."""
+        """One batch of predict; returns the user's output, or None without rows here."""
         results = self._run_forward(function, args, around)
         return results[0] if results else None
 
     def _run_forward(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> list[Any]:
-        steps = [self._user_step(function, args, around, 1.0)] if self.engine.is_attention else []
+        has_rows = self.engine.is_attention and not has_no_rows(args[0])
+        steps = [self._user_step(function, args, around, 1.0)] if has_rows else []
         return self.engine.run(steps, 1, training=False)
 
     def _split(self, batch: Any) -> list[Any]:
@@ -132,7 +139,7 @@ class Driver:
         return bool(reduction == "sum")
 
     def _user_step(self, function: Callable[..., Any], args: Sequence[Any], around: Around, weight: float) -> UserStep:
-        rows = _rows(args[0])
+        rows = rows_or_one(args[0])
 
         @contextmanager
         def inside() -> Iterator[None]:
@@ -141,12 +148,12 @@ class Driver:
 
         return UserStep(function=partial(function, *args), around=inside, weight=weight, loss_of=_loss_of)
 
-    def _share(self, loss: Tensor, seconds: float, *, by_rows: bool) -> Tensor:
+    def _share(self, loss: Tensor, seconds: float, *, speaks: bool, by_rows: bool) -> Tensor:
         """Exchange loss, figures and logged values; replays the log and returns the loss of the global batch."""
         head = [float(loss), self.engine.tokens, seconds, self.engine.exposed(), self._wish_of_rank()]
-        heads, logged = self._exchange.share(head, self._recorder, by_rows=by_rows)
+        heads, logged = self._exchange.share(head, self._recorder, speaks=speaks, by_rows=by_rows)
         for item in logged:
-            item.replay(self._module)
+            item.replay(self._module, self.metrics)
         attention = [head for head in heads if head[1] > 0] or heads
         total = sum(head[0] for head in heads)
         self.wish = max(head[4] for head in heads)
@@ -178,10 +185,3 @@ def _loss_of(result: Any) -> Tensor:
 
 def _loss_value(result: Any) -> Tensor:
     return _loss_of(result).detach().cpu()
-
-
-def _rows(batch: Any) -> int:
-    try:
-        return batch_rows(batch)
-    except PlanError:
-        return 1

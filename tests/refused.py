@@ -1,7 +1,7 @@
 """Runs that cannot work: each is a job of the rank pool that must end in an error on every rank."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,13 +43,6 @@ class NormBehindExperts(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Normalise what the experts return."""
         return self.norm(self.block(x_BSH))
-
-
-class Unsized(torch.utils.data.IterableDataset[Batch]):
-    """A stream without a length."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter([tokens(4)])
 
 
 def too_few_ranks() -> None:
@@ -170,12 +163,6 @@ def step_without_loss() -> None:
 def step_with_a_vector() -> None:
     """training_step returns a loss per token."""
     fit(Varied(training_step=lambda self, batch, batch_idx: self.model(batch["input_ids"]).logits.mean(-1)), "2A+2F")
-
-
-def stream_without_length() -> None:
-    """An IterableDataset."""
-    loader = torch.utils.data.DataLoader(Unsized(), batch_size=None)
-    fit(Varied(train_dataloader=lambda self: loader), "2A+2F")
 
 
 class Liar(Steps):

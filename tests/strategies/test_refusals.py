@@ -52,7 +52,6 @@ SAME_ON_ALL = {
     refused.batch_without_common_rows: (4, "[1, 4] rows", "afd_split"),
     refused.step_without_loss: (4, "training_step returned NoneType", "return a loss of zero"),
     refused.step_with_a_vector: (4, "training_step returned a tensor of shape [2, 8]", "scalar loss"),
-    refused.stream_without_length: (4, "dataloaders with a length", "__len__"),
     refused.loader_that_ends_early: (4, "ended after 1 batches", "promised 2", "__len__"),
     refused.model_outside_of_a_step: (4, "called outside of a training"),
     refused.values_logged_by_one_rank_only: (4, "log different values", "loss_of_0"),
