@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -179,7 +180,7 @@ def test_predictions_are_in_order_on_every_rank(results: tuple[Result, list[Resu
         assert [[batch["number"].tolist() for batch in loader] for loader in rank.predicted] == [
             [batch["number"].tolist() for batch in loader] for loader in reference.predicted
         ]
-        for ours, theirs in zip(sum(rank.predicted, []), sum(reference.predicted, []), strict=True):
+        for ours, theirs in zip(chain(*rank.predicted), chain(*reference.predicted), strict=True):
             assert torch.allclose(ours["logits"], theirs["logits"], rtol=1e-4, atol=1e-5)
             assert ours["name"] == "row"
 
