@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_afd.batch import loss_weight, merge_outputs, rows_or_one, split_batch
+from lightning_afd.batch import loss_weight, merge_outputs, rows_or_one, split_batch, tensors_in
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
@@ -114,6 +114,11 @@ class Driver:
 
     def _run_forward(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> list[Any]:
         has_rows = self.engine.is_attention and not has_no_rows(args[0])
+        if not has_rows and any(True for _ in tensors_in(args[0])):
+            raise PlanError(
+                "an attention rank has a batch from one loader of a CombinedLoader and none from another, as their "
+                "batches cannot be shared evenly: evaluate them one after another (mode='sequential')"
+            )
         steps = [self._user_step(function, args, around, 1.0)] if has_rows else []
         return self.engine.run(steps, 1, training=False)
 

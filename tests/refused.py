@@ -7,8 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from fits import Batch, Model, Run, Steps, share, tiny_module, tokens
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_afd import AFDStrategy
 
@@ -128,6 +129,23 @@ def weight_averaging() -> None:
 def stochastic_weight_averaging() -> None:
     """Another one."""
     fit(tiny_module(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
+
+
+def learning_rate_finder() -> None:
+    """A callback that trains for a while and goes back."""
+    fit(tiny_module(), callbacks=[LearningRateFinder()])
+
+
+def synchronised_batch_norm() -> None:
+    """Statistics over ranks inside of a layer."""
+    fit(tiny_module(), sync_batchnorm=True)
+
+
+def metric_that_waits() -> None:
+    """A metric that talks to other ranks in each step."""
+    module = tiny_module()
+    module.mean = MeanMetric(dist_sync_on_step=True)
+    fit(module)
 
 
 def unequal_plans() -> None:
