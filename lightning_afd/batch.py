@@ -31,7 +31,7 @@ def split_batch(batch: Any, micro_batches: int) -> list[Any]:
 
 def batch_rows(batch: Any) -> int:
     """Rows of a batch: the first dimension that all of its tensors share."""
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim() > 0}
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0}
     remedy = "define afd_split(batch, micro_batches) in the LightningModule; it returns a list of batches"
     if not sizes:
         raise PlanError(f"a batch of type {type(batch).__name__} holds no tensor with rows to split: {remedy}")
@@ -41,6 +41,14 @@ def batch_rows(batch: Any) -> int:
     if rows == 0:
         raise PlanError("a batch with 0 rows cannot be trained: drop empty batches in the dataloader")
     return int(rows)
+
+
+def rows_or_one(batch: Any) -> int:
+    """Rows of a batch, or 1 where it has no rows that could be counted."""
+    try:
+        return batch_rows(batch)
+    except PlanError:
+        return 1
 
 
 def loss_weight(batch: Any) -> float:
@@ -81,13 +89,13 @@ def _merge(values: list[Any], weights: list[float]) -> Any:
     return values
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in mappings, lists and tuples: what `_slice` cuts."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in mappings, lists and tuples: what is cut into micro-batches."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _slice(value: Any, rows: int, start: int, end: int) -> Any:
@@ -97,7 +105,7 @@ def _slice(value: Any, rows: int, start: int, end: int) -> Any:
         items = {key: _slice(item, rows, start, end) for key, item in value.items()}
         return items if type(value) is dict else _like(value, items)
     if isinstance(value, (list, tuple)) and not isinstance(value, str):
-        if len(value) == rows and not any(True for _ in _tensors(value)):
+        if len(value) == rows and not any(True for _ in tensors_in(value)):
             return value[start:end]
         items_ = [_slice(item, rows, start, end) for item in value]
         return type(value)(*items_) if hasattr(value, "_fields") else type(value)(items_)

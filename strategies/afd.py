@@ -22,11 +22,12 @@ from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.driver import Driver, StepStats
-from lightning_afd.strategies.epoch_hooks import EpochHooks
 from lightning_afd.strategies.expert_balance import ExpertBalance
 from lightning_afd.strategies.gradient_norm import GradientNorm
-from lightning_afd.strategies.loaders import agree_on_length, restore_batch_hooks, silence_batch_hooks
+from lightning_afd.strategies.hooks import UserHooks
+from lightning_afd.strategies.loaders import Place, share_loader
 from lightning_afd.strategies.notes import Activity
+from lightning_afd.strategies.predictions import join_predictions
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
 from lightning_afd.strategies.saving import SavingStrategy
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
@@ -58,7 +59,7 @@ class AFDStrategy(SavingStrategy):
         super().__init__(timeout=self.config.timeout, weights_only=self.config.weights_only, **options)
         self.engine: Engine | None = None
         self._driver: Driver | None = None
-        self._epoch_hooks: EpochHooks | None = None
+        self._hooks: UserHooks | None = None
         self._gradient_norm: GradientNorm | None = None
         self._balance: ExpertBalance | None = None
         self._unshare_found_inf: Callable[[], None] = lambda: None
@@ -144,9 +145,7 @@ class AFDStrategy(SavingStrategy):
         self._signals = None if trainer.state.fn == "predict" else AgreedSignals(trainer)
         self._driver = Driver(self.engine, module, self.seeds, lambda: self._signals.wish() if self._signals else 0.0)
         assert self._groups is not None
-        self._epoch_hooks = EpochHooks(module, self.engine, self.guarded, self._groups.replicas)
-        if not self.engine.is_attention:
-            silence_batch_hooks(module)
+        self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)
         self._judge_gradients(self.engine, module)
         self._separate_random_numbers()
 
@@ -265,8 +264,19 @@ class AFDStrategy(SavingStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.engine is not None
-        engine = self.engine
-        return self.guarded(agree_on_length, dataloader, engine.collectives, is_attention=engine.is_attention)
+        engine, trainer = self.engine, self.lightning_module.trainer
+        place = Place(
+            replicas=self.layout.attention,
+            replica=self.layout.index_of(self.global_rank),
+            is_attention=engine.is_attention,
+            training=trainer.training,
+            gather=partial(self.guarded, engine.collectives.all_gather),
+        )
+        return self.guarded(share_loader, dataloader, place)
+
+    def on_predict_end(self) -> None:
+        """Lightning's hook; what `trainer.predict` returns is in place already, as this rank's part."""
+        self.guarded(join_predictions, self.lightning_module.trainer.predict_loop, self.driver.engine)
 
     # -- failure --------------------------------------------------------------------------------------------------
 
@@ -291,12 +301,11 @@ class AFDStrategy(SavingStrategy):
     def teardown(self) -> None:
         if self.engine is not None and self._driver is not None:
             self.engine.disconnect()
-            restore_batch_hooks(self.lightning_module)
-        if self._epoch_hooks is not None:
-            self._epoch_hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         if self._signals is not None:
             self._signals.remove()
-        self._epoch_hooks = None
+        self._hooks = None
         self._signals = None
         self._driver = None
         self._unshare_found_inf()

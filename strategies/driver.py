@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_afd.batch import batch_rows, loss_weight, merge_outputs, split_batch
+from lightning_afd.batch import loss_weight, merge_outputs, rows_or_one, split_batch, tensors_in
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
 from lightning_afd.model.place import dense_parameters, owned_parameters
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.segments import UserStep
+from lightning_afd.strategies.loaders import has_no_rows
+from lightning_afd.strategies.metric_objects import MetricObjects
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Key, Logged, Recorder
 from lightning_afd.strategies.tails import NOTHING, TailErrands, Work
@@ -61,9 +63,12 @@ class Driver:
         self._stash = GradientStash(self._parameters)
         move = namespace_of(module).fabric("utilities.apply_func").move_data_to_device
         self._errands = TailErrands(engine, partial(move, device=module.device))
-        self._recorder = Recorder()
+        self._has_worked = False
+        self.metrics = MetricObjects(module, engine)
+        """Metric objects that the module has logged."""
+        self._recorder = Recorder(self.metrics)
         self._seeds = seeds
-        self._exchange = Exchange(engine.collectives, speaks=engine.has_tail)
+        self._exchange = Exchange(engine.collectives)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -93,33 +98,42 @@ class Driver:
         done = zip(results, work.weights, strict=True) if self.engine.leads else ()
         losses = [_loss_value(result) * weight for result, weight in done if weight]
         with around():  # where Lightning itself would log: metrics take the default dtype of this context
-            loss = self._share(sum(losses, torch.zeros(())), time.perf_counter() - start, by_rows=False)
+            own = (sum(losses, torch.zeros(())), time.perf_counter() - start)
+            loss = self._share(*own, speaks=self.engine.has_tail, by_rows=False)
             self._log_z_loss()
         made = installing_loss(loss, partial(self._install, loss_scale, last_of_window))
         return merge_outputs(results, weights, made) if self.engine.leads else made
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
-        """One batch of validation or test, forward only; returns the user's output on A ranks and None on F ranks."""
+        """One batch of validation or test, forward only; returns the user's output, or None without rows here."""
         with self._recorder.capture(self._module):
             results = self._run_forward(function, args, around)
         with around():
-            self._share(torch.zeros(()), 0.0, by_rows=True)
+            self._share(torch.zeros(()), 0.0, speaks=self._has_worked, by_rows=True)
         return results[0] if results else None
 
     def predict(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
-        """One batch of predict; returns the user's output on A ranks and None on F ranks."""
+        """One batch of predict; returns the user's output, or None without rows here."""
         results = self._run_forward(function, args, around)
         return results[0] if results else None
 
     def _run_forward(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> list[Any]:
-        work = Work(args=[tuple(args)], weights=[1.0], seeds=[None]) if self.engine.is_attention else NOTHING
+        has_rows = self.engine.is_attention and not has_no_rows(args[0])
+        if not has_rows and any(True for _ in tensors_in(args[0])):
+            raise PlanError(
+                "an attention rank has a batch from one loader of a CombinedLoader and none from another, as their "
+                "batches cannot be shared evenly: evaluate them one after another (mode='sequential')"
+            )
+        work = Work(args=[tuple(args)], weights=[1.0], seeds=[None]) if has_rows else NOTHING
         return self._run(partial(self._steps, function, around), work, 1, training=False)
 
     def _run(
         self, steps_of: Callable[[Work], list[UserStep]], work: Work, micro_batches: int, *, training: bool = True
     ) -> list[Any]:
         """Run the steps of this rank and the tails that others ask of it; returns what its own steps returned."""
-        tails = [steps_of(other) for other in self._errands.pass_on(work)]
+        asked = self._errands.pass_on(work)
+        self._has_worked = self.engine.has_tail and any(one.args for one in (work, *asked))
+        tails = [steps_of(other) for other in asked]
         results = self.engine.run(steps_of(work), micro_batches, training=training, tails=tails)
         return self._errands.bring_back(results, self.engine.tail_results)
 
@@ -157,7 +171,7 @@ class Driver:
         ]
 
     def _user_step(self, function: Callable[..., Any], args: Sequence[Any], around: Around, weight: float) -> UserStep:
-        rows = _rows(args[0])
+        rows = rows_or_one(args[0])
 
         @contextmanager
         def inside() -> Iterator[None]:
@@ -166,13 +180,13 @@ class Driver:
 
         return UserStep(function=partial(function, *args), around=inside, weight=weight, loss_of=_loss_of)
 
-    def _share(self, loss: Tensor, seconds: float, *, by_rows: bool) -> Tensor:
+    def _share(self, loss: Tensor, seconds: float, *, speaks: bool, by_rows: bool) -> Tensor:
         """Exchange loss, figures and logged values; replays the log and returns the loss of the global batch."""
         engine = self.engine
         head = [float(loss), engine.tokens, seconds, engine.exposed(), self._wish_of_rank(), engine.z_loss()]
-        heads, logged = self._exchange.share(head, self._recorder, by_rows=by_rows)
+        heads, logged = self._exchange.share(head, self._recorder, speaks=speaks, by_rows=by_rows)
         for item in logged:
-            item.replay(self._module)
+            item.replay(self._module, self.metrics)
         attention = [head for head in heads if head[1] > 0] or heads
         z_loss = sum(head[5] for head in heads)
         total = sum(head[0] for head in heads) + engine.plan.router_z_loss * z_loss
@@ -189,7 +203,7 @@ class Driver:
     def _log_z_loss(self) -> None:
         if self.engine.plan.router_z_loss and self.stats is not None:
             key = Key("router_z_loss", "mean", str(torch.get_default_dtype()).removeprefix("torch."), ())
-            Logged(key, self.stats.z_loss, batch_size=1).replay(self._module)
+            Logged(key, self.stats.z_loss, batch_size=1).replay(self._module, self.metrics)
 
     def _install(self, loss_scale: float, last_of_window: Callable[[], bool], scale: Tensor) -> None:
         self._stash.install(scale / loss_scale)
@@ -211,10 +225,3 @@ def _loss_of(result: Any) -> Tensor:
 
 def _loss_value(result: Any) -> Tensor:
     return _loss_of(result).detach().cpu()
-
-
-def _rows(batch: Any) -> int:
-    try:
-        return batch_rows(batch)
-    except PlanError:
-        return 1

@@ -1,86 +1,187 @@
-"""Dataloaders of a job in which only A ranks hold data: F ranks get a stand-in of the same length."""
+"""Dataloaders of a job in which only A ranks hold data: all ranks go through the same number of batches.
+
+Training ends with the shortest A rank. Evaluation goes on to the longest one: the others take part with no rows, as F
+ranks always do. What stands in for a batch on a rank without one is `NoBatch`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.transport.base import Collectives
+from lightning_afd.strategies.samplers import use_own_batches
 
-_BATCH_HOOKS = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    *(f"on_{stage}_batch_{edge}" for stage in ("train", "validation", "test", "predict") for edge in ("start", "end")),
-)
+Gather = Callable[[list[float]], list[list[float]]]
+"""Collective: every rank's numbers, by rank."""
+
+_END = object()
 
 
-class EmptyBatches:
-    """Yields `length` empty batches."""
+class NoBatch:
+    """Stands for the batch of a rank that has none: an F rank, or an A rank whose evaluation data has ended."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter({} for _ in range(self._length))
+    def __repr__(self) -> str:
+        return "NoBatch()"
 
 
-class FirstBatches:
-    """The first `length` batches of a loader; everything else (sampler, dataset, state) is the loader's own.
+def has_no_rows(batch: Any) -> bool:
+    """Whether a batch, or a part of one from several loaders, is a NoBatch."""
+    if isinstance(batch, Mapping):
+        return any(map(has_no_rows, batch.values()))
+    return any(map(has_no_rows, batch)) if isinstance(batch, (list, tuple)) else isinstance(batch, NoBatch)
 
-    Raises PlanError where the loader ends early, as the other ranks count on its length.
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which loaders a rank reads, and how it agrees with the others."""
+
+    replicas: int
+    """A ranks of a group."""
+    replica: int
+    """Index of this A rank."""
+    is_attention: bool
+    training: bool
+    gather: Gather
+
+    def heads(self, *mine: float) -> list[list[float]]:
+        """Collective: the numbers of all A ranks."""
+        return [row[1:] for row in self.gather([float(self.is_attention), *mine]) if row[0]]
+
+
+class SharedLoader:
+    """The batches of a loader that all ranks agree on; everything else (sampler, dataset, state) is the loader's own.
+
+    On F ranks `loader` is None. `batches` counts those of this rank since the start of the last epoch.
     """
 
-    def __init__(self, loader: Any, length: int) -> None:
+    def __init__(self, loader: Any, place: Place, *, stateful: bool) -> None:
         self._loader = loader
+        self._place = place
+        self.batches = 0
+        if stateful:  # attributes of the instance: whether they exist is asked for without __getattr__
+            self.state_dict = self._state
+            self.load_state_dict = self._restore
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("_loader"), name)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """Lightning sets it for `seed_everything(workers=True)`."""
+        return self._loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self._loader.worker_init_fn = function
+
+    def _own(self) -> Iterator[Any]:
+        self.batches = 0
+        return iter(()) if self._loader is None else iter(self._loader)
+
+    def _state(self) -> dict[str, Any]:
+        return {} if self._loader is None else self._loader.state_dict()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if self._loader is not None:
+            self._loader.load_state_dict(state)
+
+    def _given(self, batch: Any) -> Any:
+        """The batch, or what stands in for it; a prediction writer finds no rows of a stand-in."""
+        if batch is not _END:
+            self.batches += 1
+            return batch
+        seen = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
+        if seen is not None:
+            seen.append([])
+        return NoBatch()
+
+
+class SizedLoader(SharedLoader):
+    """`length` batches, of which this rank has `own`; raises PlanError where it has fewer than it promised."""
+
+    def __init__(self, loader: Any, place: Place, *, stateful: bool, length: int, own: int) -> None:
+        super().__init__(loader, place, stateful=stateful)
         self._length = length
+        self._promised = own
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches = self._own()
         for number in range(self._length):
-            try:
-                batch = next(batches)
-            except StopIteration:
+            batch = next(batches, _END) if number < self._promised else _END
+            if batch is _END and number < self._promised:
                 raise PlanError(
                     f"a {type(self._loader).__name__} ended after {number} batches, but its len() promised "
-                    f"{len(self._loader)}: other ranks count on it, so correct __len__"
-                ) from None
-            yield batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+                    f"{self._promised}: other ranks count on it, so correct __len__"
+                )
+            yield self._given(batch)
 
 
-def agree_on_length(loader: Any, collectives: Collectives, *, is_attention: bool) -> Any:
-    """Collective: the loader of an A rank, cut to the shortest of all A ranks, or an F rank's stand-in."""
+class UnsizedLoader(SharedLoader):
+    """Batches of a loader without a length: before each one the ranks ask each other who has another one.
+
+    Lightning fetches one batch ahead where it knows no length; the state that is saved is the one before that batch.
+    """
+
+    def __init__(self, loader: Any, place: Place, *, stateful: bool) -> None:
+        super().__init__(loader, place, stateful=stateful)
+        self._stateful = stateful and loader is not None
+        self._before: dict[str, Any] | None = None
+        self._warned = False
+
+    def __len__(self) -> int:
+        raise TypeError("a loader without a length")
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._own()
+        while True:
+            before = self._loader.state_dict() if self._stateful and self.batches else None
+            batch = next(batches, _END)
+            self._before = None if batch is _END else before
+            having = [has for (has,) in self._place.heads(float(batch is not _END))]
+            if not (all if self._place.training else any)(having):
+                self._warn(any(having))
+                return
+            yield self._given(batch)
+
+    def _warn(self, uneven: bool) -> None:
+        if uneven and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"an attention rank has no batch after {self.batches}, another one has: the epoch ends for all ranks"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        return super()._state() if self._before is None else self._before
+
+
+def share_loader(loader: Any, place: Place) -> SharedLoader:
+    """Collective: what a rank iterates over in the place of `loader`.
+
+    Where evaluation rows are divided by a DistributedSampler, no row is repeated to make ranks equal.
+    """
+    if not place.training and place.is_attention:
+        use_own_batches(loader, place.replicas, place.replica)
     length = _sized_length(loader)
-    lengths = [
-        row[1] for row in collectives.all_gather([float(is_attention), -1.0 if length is None else length]) if row[0]
-    ]
+    is_stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    heads = place.heads(-1.0 if length is None else length, float(is_stateful))
+    lengths, stateful = [int(head[0]) for head in heads], bool(heads[0][1])
+    mine = loader if place.is_attention else None
     if min(lengths) < 0:
-        raise MisconfigurationException(
-            f"strategy afd needs dataloaders with a length, but {type(loader).__name__} has none: "
-            "wrap the IterableDataset so that it defines __len__"
-        )
-    shortest = int(min(lengths))
-    if shortest != max(lengths):
+        return UnsizedLoader(mine, place, stateful=is_stateful if place.is_attention else stateful)
+    agreed = min(lengths) if place.training else max(lengths)
+    if place.training and agreed != max(lengths):
         rank_zero_warn(
-            f"attention ranks have between {shortest} and {int(max(lengths))} batches: "
-            f"every rank stops after {shortest}"
+            f"attention ranks have between {agreed} and {max(lengths)} batches: every rank stops after {agreed}"
         )
-    if not is_attention:
-        return EmptyBatches(shortest)
-    return FirstBatches(loader, shortest)
+    own = min(length or 0, agreed) if place.is_attention else 0
+    return SizedLoader(mine, place, stateful=is_stateful if place.is_attention else stateful, length=agreed, own=own)
 
 
 def _sized_length(loader: Any) -> int | None:
@@ -89,22 +190,3 @@ def _sized_length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-def silence_batch_hooks(module: Any) -> None:
-    """On F ranks: the user's hooks that take a batch would see an empty one, so they do nothing there."""
-    for name in _BATCH_HOOKS:
-        if name not in module.__dict__:
-            module.__dict__[name] = _pass_batch
-
-
-def restore_batch_hooks(module: Any) -> None:
-    """Undo `silence_batch_hooks`."""
-    for name in _BATCH_HOOKS:
-        if module.__dict__.get(name) is _pass_batch:
-            del module.__dict__[name]
-
-
-def _pass_batch(*args: Any, **kwargs: Any) -> Any:
-    """Hand the batch on, where the hook is one that returns it."""
-    return next((arg for arg in args if isinstance(arg, dict) and not arg), kwargs.get("batch"))

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torchmetrics import Metric
+
 from lightning_afd.model.compiled import is_compiled_function
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "BatchSizeFinder")
+_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "BatchSizeFinder", "LearningRateFinder")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -24,14 +27,20 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "the pipeline must know when a backward runs"
         )
     is_param_in_hook_signature = lightning.pytorch("utilities.signature_utils").is_param_in_hook_signature
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise MisconfigurationException("strategy afd cannot run training_step(dataloader_iter): take a batch instead")
     io = trainer.strategy.checkpoint_io
     if type(io) is not lightning.fabric("plugins").TorchCheckpointIO:
         raise MisconfigurationException(
             f"strategy afd writes its checkpoints itself and cannot use {type(io).__name__}: remove the plugin"
         )
+    for name in _STEPS:
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise MisconfigurationException(f"strategy afd cannot run {name}(dataloader_iter): take a batch instead")
+    if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            "strategy afd does not support sync_batchnorm=True: its ranks run other micro-batches at the same time"
+        )
     _refuse_compiled_steps(module)
+    _refuse_metrics_that_wait(module)
     refused = tuple(getattr(lightning.pytorch("callbacks"), name) for name in _CALLBACKS)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, refused):
@@ -43,11 +52,21 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 def _refuse_compiled_steps(module: pl.LightningModule) -> None:
     """A step is suspended at each layer, which a graph cannot be."""
-    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+    for name in _STEPS:
         if is_compiled_function(getattr(module, name)):
             raise MisconfigurationException(
                 f"strategy afd cannot run {name} compiled with torch.compile, since the experts run on other ranks: "
                 "compile parts of the model beside the experts instead, such as self_attn, shared experts or the head"
+            )
+
+
+def _refuse_metrics_that_wait(module: pl.LightningModule) -> None:
+    """A metric that talks to other ranks inside of a step waits for ranks that run another micro-batch, or none."""
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and metric.dist_sync_on_step:
+            raise MisconfigurationException(
+                f"strategy afd does not support dist_sync_on_step=True, as {name} has it: leave it out, "
+                "metrics are joined at the end of an epoch"
             )
 
 

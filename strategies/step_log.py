@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_afd.errors import PlanError
 from lightning_afd.namespace import MisconfigurationException
+from lightning_afd.strategies.metric_objects import MetricObjects
 from lightning_afd.transport.base import Collectives
 
 if TYPE_CHECKING:
@@ -33,10 +35,13 @@ class Key:
     name: str
     reduction: str
     dtype: str
+    """Of the value of a step; empty where there is none, as for a metric that was updated but not called."""
     options: tuple[tuple[str, Any], ...]
+    metric: str = ""
+    """Attribute name of a metric object; empty for numbers."""
 
     def text(self) -> str:
-        return f"{self.name} {self.reduction} {self.dtype} {self.options}"
+        return f"{self.name} {self.reduction} {self.dtype} {self.options} {self.metric}"
 
 
 @dataclass
@@ -49,7 +54,8 @@ class _Record:
 class Recorder:
     """Collects what one rank's user code logs during a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: MetricObjects) -> None:
+        self._metrics = metrics
         self._records: dict[str, _Record] = {}
         self._weight, self._rows = 1.0, 1
 
@@ -72,13 +78,28 @@ class Recorder:
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
         batch_size = float(options.pop("batch_size", None) or self._rows)
+        attribute = options.pop("metric_attribute", None)
         for gone in ("sync_dist", "sync_dist_group", "enable_graph", "rank_zero_only"):
             options.pop(gone, None)
         reduction = _reduction(name, options.pop("reduce_fx", "mean"))
-        number, dtype = _number(name, value)
-        key = Key(name, reduction, dtype, tuple(sorted(options.items())))
+        if isinstance(value, Metric):
+            attribute = attribute or self._attribute(name, value)
+            value = value._forward_cache
+        else:
+            attribute = ""
+        number, dtype = (0.0, "") if attribute and value is None else _number(name, value)
+        key = Key(name, reduction, dtype, tuple(sorted(options.items())), attribute)
         record = self._records.setdefault(name, _Record(key))
         record.values.append((number, self._weight, batch_size))
+
+    def _attribute(self, name: str, metric: Metric) -> str:
+        names = self._metrics.names()
+        if id(metric) not in names:
+            raise MisconfigurationException(
+                f"self.log({name!r}) of a {type(metric).__name__} that is no attribute of the LightningModule: "
+                "assign it in __init__, as self.metric = ..."
+            )
+        return names[id(metric)]
 
     @property
     def keys(self) -> list[Key]:
@@ -102,11 +123,15 @@ class Logged:
     value: float
     batch_size: int
 
-    def replay(self, module: pl.LightningModule) -> None:
+    def replay(self, module: pl.LightningModule, metrics: MetricObjects) -> None:
         """Call the real `self.log` once."""
-        value = torch.tensor(self.value, dtype=getattr(torch, self.key.dtype), device=module.device)
+        dtype, attribute = self.key.dtype, self.key.metric
+        value: Any = torch.tensor(self.value, dtype=getattr(torch, dtype), device=module.device) if dtype else None
         reduction: Any = self.key.reduction
-        options = {"sync_dist": True, "sync_dist_group": JOINED, **dict(self.key.options)}
+        options: dict[str, Any] = {"sync_dist": True, "sync_dist_group": JOINED, **dict(self.key.options)}
+        if attribute:
+            value = metrics.shared(attribute, value)
+            options["metric_attribute"] = attribute
         module.log(self.key.name, value, reduce_fx=reduction, batch_size=self.batch_size, **options)
 
 
@@ -116,31 +141,30 @@ class Exchange:
     Each rank sends a fixed head, a hash of its keys and three numbers per key.
     """
 
-    def __init__(self, collectives: Collectives, speaks: bool) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._speaks = speaks
         self._keys: list[Key] = []
         self._slots = 0
 
     def share(
-        self, head: Sequence[float], recorder: Recorder, *, by_rows: bool
+        self, head: Sequence[float], recorder: Recorder, *, speaks: bool, by_rows: bool
     ) -> tuple[list[list[float]], list[Logged]]:
-        """Returns every rank's head and the values that all ranks log."""
-        mine = recorder.row(by_rows=by_rows) if self._speaks else []
-        rows = self._gather(head, recorder.keys, mine)
+        """Returns every rank's head and the values that all ranks log; `speaks` where user code has run."""
+        mine = recorder.row(by_rows=by_rows) if speaks else []
+        first = [float(speaks), self._hash(recorder.keys) if speaks else 0.0, *head]
+        rows = self._gather(first, mine)
         speaking = [row for row in rows if row[0]]
         if any(row[1] != self._hash(self._keys) for row in speaking):
             self._learn(recorder.keys, rows)
-            rows = self._gather(head, recorder.keys, mine)
+            rows = self._gather(first, mine)
             speaking = [row for row in rows if row[0]]
-        values = [row[3 + len(head) :] for row in speaking]
+        values = [row[len(first) :] for row in speaking]
         logged = [_join(key, [row[3 * i : 3 * i + 3] for row in values]) for i, key in enumerate(self._keys)]
-        return [row[3 : 3 + len(head)] for row in rows], [item for item in logged if item is not None]
+        return [row[2 : len(first)] for row in rows], [item for item in logged if item is not None]
 
-    def _gather(self, head: Sequence[float], keys: list[Key], mine: list[float]) -> list[list[float]]:
+    def _gather(self, first: list[float], mine: list[float]) -> list[list[float]]:
         padded = (mine + [0.0] * (3 * self._slots))[: 3 * self._slots]
-        first = [float(self._speaks), self._hash(keys) if self._speaks else 0.0, float(len(keys))]
-        return self._collectives.all_gather([*first, *head, *padded])
+        return self._collectives.all_gather([*first, *padded])
 
     def _learn(self, keys: list[Key], rows: list[list[float]]) -> None:
         """Take over the keys of the first rank that speaks; raises PlanError where another one logs other names."""
@@ -197,6 +221,6 @@ def _number(name: str, value: Any) -> tuple[float | Tensor, str]:
     if isinstance(value, (int, float)):
         return float(value), str(torch.get_default_dtype()).removeprefix("torch.")
     raise MisconfigurationException(
-        f"self.log({name!r}) of a {type(value).__name__}: strategy afd logs numbers and tensors with one element; "
-        "log metric.compute() in an epoch hook instead of a metric object"
+        f"self.log({name!r}) of a {type(value).__name__}: strategy afd logs numbers, tensors with one element, and "
+        "torchmetrics objects whose value is one number"
     )

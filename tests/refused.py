@@ -1,14 +1,15 @@
 """Runs that cannot work: each is a job of the rank pool that must end in an error on every rank."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from fits import Batch, Model, Run, Steps, share, tiny_module, tokens
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_afd import AFDStrategy
 
@@ -43,13 +44,6 @@ class NormBehindExperts(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Normalise what the experts return."""
         return self.norm(self.block(x_BSH))
-
-
-class Unsized(torch.utils.data.IterableDataset[Batch]):
-    """A stream without a length."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter([tokens(4)])
 
 
 def too_few_ranks() -> None:
@@ -151,6 +145,23 @@ def stochastic_weight_averaging() -> None:
     fit(tiny_module(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
 
 
+def learning_rate_finder() -> None:
+    """A callback that trains for a while and goes back."""
+    fit(tiny_module(), callbacks=[LearningRateFinder()])
+
+
+def synchronised_batch_norm() -> None:
+    """Statistics over ranks inside of a layer."""
+    fit(tiny_module(), sync_batchnorm=True)
+
+
+def metric_that_waits() -> None:
+    """A metric that talks to other ranks in each step."""
+    module = tiny_module()
+    module.mean = MeanMetric(dist_sync_on_step=True)
+    fit(module)
+
+
 def unequal_plans() -> None:
     """Every rank has its own idea of the number of micro-batches."""
     fit(tiny_module(), "2A+2F", {"micro_batches": 1 + rank() // 2})
@@ -184,12 +195,6 @@ def step_without_loss() -> None:
 def step_with_a_vector() -> None:
     """training_step returns a loss per token."""
     fit(Varied(training_step=lambda self, batch, batch_idx: self.model(batch["input_ids"]).logits.mean(-1)), "2A+2F")
-
-
-def stream_without_length() -> None:
-    """An IterableDataset."""
-    loader = torch.utils.data.DataLoader(Unsized(), batch_size=None)
-    fit(Varied(train_dataloader=lambda self: loader), "2A+2F")
 
 
 class Liar(Steps):
