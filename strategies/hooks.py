@@ -1,9 +1,9 @@
 """Which of the user's hooks run where.
 
 Hooks that get a batch run on A group 0, which has batches with rows, and not for a batch that this rank does not have.
-Those at the end of an epoch look at what steps left behind, so they run where steps end: on A group 0, or on F ranks with
-tails. What they log is joined over these ranks and logged on all ranks, so that monitors agree. All other hooks run on all
-ranks.
+Those at the end of an epoch look at what steps left behind, so they run where steps end: on A group 0, or on F ranks
+with tails. What they log is joined over these ranks and logged on all ranks, so that monitors agree. All other hooks
+run on all ranks.
 """
 
 from __future__ import annotations
