@@ -97,13 +97,14 @@ def _grouped(config: Config, family: _Family, window: int) -> AttentionShape:
         kv_width=2 * key,
         other_parameters=normed + (heads if family.sinks else 0),
         normed_width=query + key if normed else 0,
+        saved_width=2 * query + 2 * key,
         window=window,
     )
 
 
 def _latent(config: Config, window: int) -> AttentionShape:
     """Latent attention (DeepSeek-V2, 2405.04434, section 2.1 and appendix C): low-rank queries (optional), low-rank
-    keys and values, one rotary key for all heads."""
+    keys and values, one rotary key for all heads. Keys and values lie in one tensor; the output is copied once."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     rope, nope, value = (int(config[name]) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     kv_rank, q_rank = int(config["kv_lora_rank"]), int(config.get("q_lora_rank") or 0)
@@ -122,6 +123,7 @@ def _latent(config: Config, window: int) -> AttentionShape:
         kv_width=query + heads * value,
         other_parameters=kv_rank + q_rank,
         normed_width=kv_rank + q_rank,
+        saved_width=2 * query + heads * (nope + 3 * value) + kv_rank + q_rank,
         window=window,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -113,7 +114,7 @@ class Job:
                 "devices: choose fewer"
             )
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """The size of a step, as schedules see it."""
         return Shape(

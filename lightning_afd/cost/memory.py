@@ -88,9 +88,10 @@ def segment_bytes(job: Job, segment: SegmentShape) -> float:
     in the computation's dtype, their float32 softmax and its gradient.
     """
     width, hidden, recompute = job.choices.precision.width, job.model.hidden, job.choices.recompute
-    found = 2 * hidden * width + sum(_layer_bytes(job, layer, recompute) for layer in segment.layers)
+    leaf = hidden * width if width < WIDE else 0  # else the first norm's input is the leaf itself
+    found = leaf + hidden * width + sum(_layer_bytes(job, layer, recompute) for layer in segment.layers)
     if segment.head:
-        found += _norm_bytes(job, hidden) + job.model.vocab * 2 * (width + WIDE)
+        found += _norm_bytes(job, hidden) + hidden * width + job.model.vocab * 2 * (width + WIDE)
     return job.batch.tokens * found
 
 
@@ -104,20 +105,20 @@ def _layer_bytes(job: Job, layer: LayerShape, recompute: str) -> float:
     rows = 0 if experts is None else hidden * width + experts.top_k * (WIDE + 8)
     if recompute == "full":
         return hidden * width + rows
-    found = 2 * _norm_bytes(job, hidden) + hidden * width
+    found = 2 * (_norm_bytes(job, hidden) + hidden * width)
     found += 0 if experts is None else 3 * WIDE * experts.experts
     if recompute == "attention":
         return found
-    found += (attention.query_width + attention.kv_width + 2 * attention.value_width) * width
+    found += attention.saved_width * width
     found += _norm_bytes(job, attention.normed_width)
     dense = layer.dense if experts is None else experts.shared if job.shared_on_attention else ()
     return found + (4 * dense[-1].inputs * width if dense else 0)
 
 
 def _norm_bytes(job: Job, columns: int) -> float:
-    """A norm saves its float32 input (a copy, in lower precision), the normed rows, and what the next matrix reads."""
+    """A norm saves its float32 input (a copy, in lower precision) and the normed rows."""
     width = job.choices.precision.width
-    return columns * (max(WIDE, width) + 2 * width)
+    return columns * (max(WIDE, width) + width)
 
 
 def _expert_bytes(job: Job, layer: int) -> tuple[float, float]:

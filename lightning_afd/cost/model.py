@@ -59,6 +59,8 @@ class AttentionShape:
     """Norms of queries, keys and latents, sinks."""
     normed_width: int = 0
     """Width of all that is normed inside (queries and keys, or latents)."""
+    saved_width: int = 0
+    """Columns per token that it keeps for backward: queries, keys, values, output, latents."""
     window: int = 0
     """Keys that a query sees at most; 0: all before it."""
 

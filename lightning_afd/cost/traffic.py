@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_afd.cost.job import Job
@@ -58,48 +58,63 @@ def load_of(job: Job, experts: ExpertsShape) -> Load:
     )
 
 
+@dataclass(frozen=True)
+class _Node:
+    """F ranks of one group on one node."""
+
+    copies: tuple[float, ...]
+    """Rows per token to each of them."""
+    over_nic: float
+    """Rows per token that come to all of them over the network."""
+
+
 def traffic(job: Job, experts: ExpertsShape, senders: Worker, receivers: Worker) -> Traffic:
     """Rows between an A group and an F group, whose ranks lie on nodes in the order of their numbers.
 
     With `dedup="node"` one copy per node crosses the network and the links of that node carry it on, as in DeepEP.
     """
-    cluster, layout, tokens = job.cluster, job.layout, job.batch.tokens
-    sizes = split_sizes(experts.experts, layout.ffn)
-    copies = [_copies(job, experts, size) for size in sizes]
-    a_nodes = Counter(cluster.node_of(rank) for rank in layout.ranks_of(senders))
-    f_nodes = [cluster.node_of(rank) for rank in layout.ranks_of(receivers)]
-    by_node = {node: [i for i, own in enumerate(f_nodes) if own == node] for node in dict.fromkeys(f_nodes)}
-    over_nic = {node: _node_copies(job, experts, [sizes[i] for i in own]) for node, own in by_node.items()}
-    inside = {node: sum(copies[i] for i in own) for node, own in by_node.items()}
-    everywhere = sum(over_nic.values())
+    a_nodes = Counter(job.cluster.node_of(rank) for rank in job.layout.ranks_of(senders))
+    nodes = _ffn_nodes(job, experts, receivers)
+    everywhere, tokens = sum(node.over_nic for node in nodes.values()), job.batch.tokens
+    near = [nodes.get(number, _Node((), 0.0)) for number in a_nodes]
     attention = Side(
-        nic_rows=tokens * max(everywhere - over_nic.get(node, 0.0) for node in a_nodes),
-        local_rows=tokens * max(inside.get(node, 0.0) for node in a_nodes),
-        peers=len(by_node) if job.choices.dedup == "node" else layout.ffn,
+        nic_rows=tokens * max(everywhere - node.over_nic for node in near),
+        local_rows=tokens * max(sum(node.copies) for node in near),
+        peers=len(nodes) if job.choices.dedup == "node" else job.layout.ffn,
     )
-    return Traffic(
-        attention=attention,
-        ffn=_ffn_side(
-            job, a_nodes, [(node, [copies[i] for i in own], over_nic[node]) for node, own in by_node.items()]
-        ),
-        copies=sum(copies),
-    )
+    copies = sum(sum(node.copies) for node in nodes.values())
+    return Traffic(attention=attention, ffn=_ffn_side(job, a_nodes, nodes), copies=copies)
 
 
-def _ffn_side(job: Job, a_nodes: Counter[int], nodes: Sequence[tuple[int, Sequence[float], float]]) -> Side:
-    """The busiest F rank; `nodes` are (node, copies per token by rank, copies per token over its NICs)."""
+def _ffn_nodes(job: Job, experts: ExpertsShape, receivers: Worker) -> dict[int, _Node]:
+    sizes: dict[int, list[int]] = {}
+    owned = split_sizes(experts.experts, job.layout.ffn)
+    for rank, size in zip(job.layout.ranks_of(receivers), owned, strict=True):
+        sizes.setdefault(job.cluster.node_of(rank), []).append(size)
+    copies = {size: _copies(job, experts, size) for size in set(owned)}
+    return {
+        node: _Node(
+            tuple(copies[size] for size in own),
+            visits(sum(own), experts.experts, experts.top_k)
+            if job.choices.dedup == "node"
+            else sum(copies[size] for size in own),
+        )
+        for node, own in sizes.items()
+    }
+
+
+def _ffn_side(job: Job, a_nodes: Mapping[int, int], nodes: Mapping[int, _Node]) -> Side:
+    """The busiest F rank: those of a node share what comes to all of them over the network, if it comes once."""
     nic, local = [], []
-    tokens, imbalance = job.batch.tokens, job.choices.imbalance
-    for node, copies, over_nic in nodes:
-        near = a_nodes[node]
-        far = job.layout.attention - near
-        busiest = max(copies) * imbalance
-        if job.choices.dedup != "none":
-            busiest = min(1.0, busiest)
-        forwarded = job.choices.dedup == "node"
-        nic.append(tokens * far * (over_nic / len(copies) if forwarded else busiest))
-        local.append(tokens * (job.layout.attention if forwarded else near) * busiest)
-    return Side(nic_rows=max(nic), local_rows=max(local), peers=job.layout.attention)
+    tokens, choices, attention = job.batch.tokens, job.choices, job.layout.attention
+    for number, node in nodes.items():
+        near = a_nodes.get(number, 0)
+        busiest = max(node.copies) * choices.imbalance
+        busiest = busiest if choices.dedup == "none" else min(1.0, busiest)
+        by_node = choices.dedup == "node"
+        nic.append(tokens * (attention - near) * (node.over_nic / len(node.copies) if by_node else busiest))
+        local.append(tokens * (attention if by_node else near) * busiest)
+    return Side(nic_rows=max(nic), local_rows=max(local), peers=attention)
 
 
 def _copies(job: Job, experts: ExpertsShape, owned: int) -> float:
@@ -107,10 +122,3 @@ def _copies(job: Job, experts: ExpertsShape, owned: int) -> float:
     if job.choices.dedup == "none":
         return experts.top_k * owned / experts.experts
     return visits(owned, experts.experts, experts.top_k)
-
-
-def _node_copies(job: Job, experts: ExpertsShape, sizes: Sequence[int]) -> float:
-    """Rows per token over the network to a node whose ranks own so many experts each."""
-    if job.choices.dedup == "node":
-        return visits(sum(sizes), experts.experts, experts.top_k)
-    return sum(_copies(job, experts, size) for size in sizes)
