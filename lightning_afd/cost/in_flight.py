@@ -1,4 +1,4 @@
-"""How much a schedule keeps between a forward and its backward."""
+"""How much a worker keeps between a forward and its backward: of a schedule exactly, of its numbers from above."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ def peak(program: Iterable[Action], change: Change) -> float:
     return most
 
 
-def held_segments(action: Action) -> float:
-    """The change that counts a worker's own forwards whose backward has not run: of segments or of experts."""
-    return {"Af": 1.0, "Ab": -1.0, "Ef": 1.0, "Eb": -1.0}.get(action.op + action.phase, 0.0)
-
-
 def pipelined(shape: Shape, place: int, run: int) -> int:
     """The most forwards that worker number `place` (A0 F0 A1 F1 ...) holds under af-pipe with runs of `run`.
 
-    (v - 1) run + 2 (P' - place) + 1, at most all v R, where v are the rounds of the ring and P' the place of the tail.
+    (v - 1) run + 2 (P' - place) + 1, at most all v R, where v are the rounds of the ring and P' the place of the tail;
+    the tail itself comes on top of it. `in_flight` of a schedule counts the same exactly.
     Derivation: in slots of the ring the j-th forward of a place is not before place + j, and its j-th backward is at
     (v - 1) run + 2 P' - place + j. That is interleaved 1F1B's (v - 1) G + 2 (P - place) (Narayanan et al., 2104.04473)
     with G = run.
