@@ -27,8 +27,8 @@ def pipelined(shape: Shape, place: int, run: int) -> int:
     the tail itself comes on top of it. `in_flight` of a schedule counts the same exactly.
     Derivation: in slots of the ring the j-th forward of a place is not before place + j, and its j-th backward is at
     (v - 1) run + 2 P' - place + j. That is interleaved 1F1B's (v - 1) G + 2 (P - place) (Narayanan et al., 2104.04473)
-    with G = run.
+    with G = run. Workers behind the tail's place have one round less.
     """
     rounds = -(-shape.layers // shape.groups)
     turn = 2 * ((shape.layers - 1) % shape.groups) + 2
-    return max(0, min(rounds * shape.micro_batches, (rounds - 1) * run + 2 * (turn - place) + 1))
+    return min(rounds * shape.micro_batches, (rounds - 1) * run + max(0, 2 * (turn - place) + 1))

@@ -28,8 +28,13 @@ class Precision:
 
     @property
     def width(self) -> int:
-        """Bytes of one activation."""
+        """Bytes of one activation between matrices, and of what F ranks get."""
         return width_of(self.compute)
+
+    @property
+    def stream_width(self) -> int:
+        """Bytes of one number of the residual stream and of norms: under autocast that of the parameters."""
+        return max(self.width, self.weight_bytes)
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(

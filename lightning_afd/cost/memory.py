@@ -15,6 +15,8 @@ from lightning_afd.schedule.actions import Action
 
 WIDE = 4
 """Bytes of float32, in which norms, router and loss work whatever the precision."""
+INDEX_BYTES = 3 * 8
+"""Token, slot and expert of a row of the grouped GEMMs (int64)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +41,10 @@ def memory_of(job: Job, worker: Worker, activations: float) -> Memory:
     attention = worker.role == "A"
     trained = dense_parameters(job, worker.group) if attention else expert_parameters(job, worker.group, 0)
     copies = job.model.final_norm_parameters if attention and worker.group else 0  # kept, but not trained
+    lower = trained * precision.width if precision.width < precision.weight_bytes else 0  # kept by F ranks
     shards = job.layout.attention if attention and job.choices.shard_optimizer else 1
     return Memory(
-        weights=(trained + copies) * precision.weight_bytes,
+        weights=(trained + copies) * precision.weight_bytes + (0 if attention else lower),
         gradients=trained * precision.gradient_bytes,
         optimizer=trained * precision.optimizer_bytes / shards,
         activations=activations,
@@ -87,12 +90,24 @@ def segment_bytes(job: Job, segment: SegmentShape) -> float:
     Per token: the leaf h and the base that the runtime holds, and what autograd saves of each layer; the tail's logits
     in the computation's dtype, their float32 softmax and its gradient.
     """
-    width, hidden, recompute = job.choices.precision.width, job.model.hidden, job.choices.recompute
-    leaf = hidden * width if width < WIDE else 0  # else the first norm's input is the leaf itself
-    found = leaf + hidden * width + sum(_layer_bytes(job, layer, recompute) for layer in segment.layers)
+    width, stream = job.choices.precision.width, job.choices.precision.stream_width
+    hidden, recompute = job.model.hidden, job.choices.recompute
+    leaf = hidden * stream if stream < WIDE else 0  # else the first norm's input is the leaf itself
+    found = leaf + hidden * stream + sum(_layer_bytes(job, layer, recompute) for layer in segment.layers)
     if segment.head:
-        found += _norm_bytes(job, hidden) + hidden * width + job.model.vocab * 2 * (width + WIDE)
-    return job.batch.tokens * found
+        found += _norm_bytes(hidden, stream) + hidden * width + job.model.vocab * 2 * (width + WIDE)
+    return job.batch.tokens * found + _cast_bytes(job, segment)
+
+
+def _cast_bytes(job: Job, segment: SegmentShape) -> float:
+    """Under autocast the graph of each segment and micro-batch keeps its own lower copies of the weights it read."""
+    precision = job.choices.precision
+    if precision.width >= precision.weight_bytes:
+        return 0.0
+    recomputed = job.choices.recompute != "none"
+    layers = () if recomputed else segment.layers
+    matrices = sum(parameters_of(layer.attention_side(shared=job.shared_on_attention)) for layer in layers)
+    return (matrices + parameters_of(segment.head)) * precision.width
 
 
 def _layer_bytes(job: Job, layer: LayerShape, recompute: str) -> float:
@@ -100,24 +115,23 @@ def _layer_bytes(job: Job, layer: LayerShape, recompute: str) -> float:
 
     "full" keeps the layer's input and the rows for the experts; "attention" what lies outside of its heavy parts.
     """
-    width, hidden, attention = job.choices.precision.width, job.model.hidden, layer.attention
-    experts = layer.experts
-    rows = 0 if experts is None else hidden * width + experts.top_k * (WIDE + 8)
+    width, stream = job.choices.precision.width, job.choices.precision.stream_width
+    hidden, attention, experts = job.model.hidden, layer.attention, layer.experts
     if recompute == "full":
-        return hidden * width + rows
-    found = 2 * (_norm_bytes(job, hidden) + hidden * width)
+        return hidden * stream + (0 if experts is None else hidden * stream + experts.top_k * (WIDE + 8))
+    found = 2 * (_norm_bytes(hidden, stream) + hidden * width)
+    found += hidden * stream if width < stream and experts is not None else 0  # rows before their cast
     found += 0 if experts is None else 3 * WIDE * experts.experts
     if recompute == "attention":
         return found
     found += attention.saved_width * width
-    found += _norm_bytes(job, attention.normed_width)
+    found += _norm_bytes(attention.normed_width, width)
     dense = layer.dense if experts is None else experts.shared if job.shared_on_attention else ()
     return found + (4 * dense[-1].inputs * width if dense else 0)
 
 
-def _norm_bytes(job: Job, columns: int) -> float:
+def _norm_bytes(columns: int, width: int) -> float:
     """A norm saves its float32 input (a copy, in lower precision) and the normed rows."""
-    width = job.choices.precision.width
     return columns * (max(WIDE, width) + width)
 
 
@@ -129,11 +143,12 @@ def _expert_bytes(job: Job, layer: int) -> tuple[float, float]:
     """
     experts, width = job.model.moe[layer], job.choices.precision.width
     load, row = load_of(job, experts), row_bytes(job)
-    index = load.slots * 2 * 8
+    index = load.slots * INDEX_BYTES
     z = load.slots * experts.wide * width
     saved = load.tokens * (row + 2 * experts.top_k * ROUTING_BYTES) + index
     saved += 0 if job.choices.recompute_experts else z
-    pending = load.tokens * 2 * row + index + z + load.slots * experts.width * width
+    pending = load.tokens * (2 * row + 2 * experts.top_k * ROUTING_BYTES) + index + z
+    pending += load.slots * (experts.width * width + ROUTING_BYTES)
     if experts.shared and not job.shared_on_attention:
         tokens = job.layout.attention * job.batch.tokens / job.layout.ffn
         shared = tokens * (2 * row + 4 * experts.shared[-1].inputs * width)

@@ -2,7 +2,7 @@
 
 Message sizes are those of the engine's wire format without headers: a dispatch carries x, weights and local expert ids
 of each row, its answer y; backward dY, and dx with the weights' gradients. A hop carries the base and the token of each
-copy, back its gradient.
+copy, back its gradient; under autocast both are as wide as the parameters, while rows for F ranks are cast.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def transfers(job: Job, layer: int) -> Iterator[tuple[Op, Phase, ActionCost]]:
     yield "C", "f", _exchange(job, after, row, to_ffn=False)
     yield "D", "b", _exchange(job, after, row, to_ffn=True)
     yield "C", "b", _exchange(job, before, row + slots * ROUTING_BYTES, to_ffn=False)
-    tokens = job.batch.tokens
+    tokens, base = job.batch.tokens, job.model.hidden * job.choices.precision.stream_width
     if shape.hops(layer):
-        yield "H", "f", _hop(job, Action("H", layer, "f", 0), tokens * (row + TOKEN_BYTES * before.copies))
-        yield "H", "b", _hop(job, Action("H", layer, "b", 0), tokens * row)
+        yield "H", "f", _hop(job, Action("H", layer, "f", 0), tokens * (base + TOKEN_BYTES * before.copies))
+        yield "H", "b", _hop(job, Action("H", layer, "b", 0), tokens * base)
     if shape.sends_logits(layer):
         logits = tokens * experts.experts * LOGIT_BYTES
         yield "L", "f", _hop(job, Action("L", layer, "f", 0), logits)

@@ -189,7 +189,9 @@ def test_model_flops_are_causal() -> None:
 
 
 def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(PlanError, match="the shapes of model_type='nosuch' can't be read; known: deepseek_v2, deepseek"):
+    with pytest.raises(
+        PlanError, match="the shapes of model_type='nosuch' can't be read; known: deepseek_v2, deepseek"
+    ):
         model_shape({"model_type": "nosuch"})
     with pytest.raises(PlanError, match="a mixtral has none of the fields num_local_experts, num_experts"):
         config = hf_config("mixtral").to_dict()
