@@ -22,7 +22,7 @@ MAX_LINES = 350
 PURE = ("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", "simulate", "allocate", "tune")
 TORCH = (
     *("model", "transport", "batch", "segments", "sent", "gradients", "optimizer"),
-    *("runtime", "attention_rank", "ffn_rank", "engine", "checkpoint"),
+    *("runtime", "attention_rank", "ffn_rank", "engine", "checkpoint", "measure"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING

@@ -21,14 +21,14 @@ from lightning_afd.recipes.shapes import named_cluster, named_model
 
 A0, F0 = Worker("A", 0), Worker("F", 0)
 TRUE = Choices(precision=PRECISIONS["bf16-true"], dedup="node")
-named = cache(named_model)
+named, cluster_of = cache(named_model), cache(named_cluster)
 
 
 def job_of(name: str, layout: Layout, length: int = 8192, choices: Choices = TRUE) -> Job:
     return Job(
         model=named(name),
         layout=layout,
-        cluster=named_cluster("h800_16x8"),
+        cluster=cluster_of("h800_16x8"),
         batch=BatchShape.rows(1, length),
         micro_batches=16,
         choices=choices,
@@ -62,7 +62,6 @@ def test_seconds_of_one_layer() -> None:
     job = job_of("deepseek_moe_paper", Layout(attention=8, ffn=8))
     costs, tokens = step_costs(job), 8192
     peak, hbm, tiles = 989e12, 3350e9 * 0.7, 8192 / (8192 + 64)
-    copies = 1  # all F ranks are on one node, but each rank of it gets its own over NVLink
     copies = expected_copies([8] * 8, 64, 4)
     gemm, core = (33.55e6 + 0.26e6) / (peak * 0.65 * tiles), 33.56e6 / peak
     elementwise = 2 * (14 * 2048 + 4 * 6144 + 2 * (copies + 1) * 2048) / hbm
