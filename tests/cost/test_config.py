@@ -196,3 +196,20 @@ def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(PlanError, match="a mixtral has none of the fields num_local_experts, num_experts"):
         config = hf_config("mixtral").to_dict()
         model_shape({**config, "num_local_experts": None})
+
+
+@pytest.mark.parametrize(
+    ("changed", "kinds"),
+    [
+        ({"moe_intermediate_size": 17}, {"experts", "shared"}),
+        ({"first_k_dense_replace": 0}, {"experts", "shared", "router", "dense"}),
+        ({"v_head_dim": 9}, {"attention"}),
+        ({"tie_word_embeddings": True}, {"head"}),
+    ],
+)
+def test_the_comparisons_see_a_wrong_reading(changed: dict[str, Any], kinds: set[str]) -> None:
+    config = hf_config("deepseek_v3").to_dict()
+    right, wrong = counted(model_shape(config)), counted(model_shape({**config, **changed}))
+    assert {kind for kind in right | wrong if right.get(kind) != wrong.get(kind)} == kinds
+    same_flops = without_mask(model_shape(config), 1, 8) == without_mask(model_shape({**config, **changed}), 1, 8)
+    assert same_flops == (kinds == {"head"})  # a tied head is multiplied with all the same
