@@ -22,7 +22,7 @@ MAX_LINES = 350
 PURE = ("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", "simulate", "allocate", "tune")
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
-    *("runtime", "tail_rank", "attention_rank", "ffn_rank", "engine", "checkpoint"),
+    *("runtime", "tail_rank", "attention_rank", "ffn_rank", "engine", "checkpoint", "measure"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING

@@ -1,0 +1,110 @@
+"""Seconds and bytes of each action of a step, on the busiest rank of its worker group."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
+from lightning_afd.cost.job import Job
+from lightning_afd.cost.memory import dense_parameters, expert_parameters
+from lightning_afd.cost.model import ExpertsShape, SegmentShape
+from lightning_afd.cost.transfers import ActionCost, all_reduce_seconds, layer_traffic, transfers
+from lightning_afd.placement import Worker
+from lightning_afd.schedule.actions import Action, Op, Phase
+from lightning_afd.schedule.shape import Shape
+
+Key = tuple[Op, int, Phase]
+_Entry = tuple[Op, Phase, ActionCost]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """Seconds per micro-batch in which the busiest rank of a worker computes, sends and receives."""
+
+    compute: float
+    send: float
+    receive: float
+
+    @property
+    def bound(self) -> float:
+        """No schedule of many micro-batches can be faster than this, each."""
+        return max(self.compute, self.send, self.receive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What follows the last backward of a step, on the busiest ranks."""
+
+    all_reduce_bytes: float
+    """Dense gradients of an A rank."""
+    all_reduce_seconds: float
+    """Their sum over the replicas, alone on the links."""
+    optimizer_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What a simulator or an allocator needs of a job."""
+
+    shape: Shape
+    actions: Mapping[Key, ActionCost]
+    """By op, layer (segment) and phase: the same for each micro-batch."""
+    update: Update
+
+    def of(self, action: Action) -> ActionCost:
+        """The cost of an action."""
+        return self.actions[action.op, action.layer, action.phase]
+
+    def busy(self) -> dict[Worker, Busy]:
+        """What one micro-batch of each A rank costs each worker."""
+        compute, send, receive = (dict.fromkeys(self.shape.workers(), 0.0) for _ in range(3))
+        for (op, layer, phase), cost in self.actions.items():
+            action = Action(op, layer, phase, 0)
+            if action.is_transfer:
+                sender, receiver = self.shape.endpoints(action)
+                send[sender] += cost.send_seconds
+                receive[receiver] += cost.receive_seconds
+            else:
+                compute[self.shape.owner(action)] += cost.seconds
+        return {w: Busy(compute=compute[w], send=send[w], receive=receive[w]) for w in self.shape.workers()}
+
+    def bound(self) -> float:
+        """Seconds per step that neither the busiest rank's computation nor its links can fall below."""
+        return self.shape.micro_batches * max(busy.bound for busy in self.busy().values())
+
+
+def step_costs(job: Job) -> StepCosts:
+    """The cost of every action of a job's step. Layers of one shape between the same workers are looked at once."""
+    shape, known = job.shape, dict[Hashable, list[_Entry]]()
+    costs: dict[Key, ActionCost] = {}
+    segments = job.model.segments
+    for layer, (segment, experts) in enumerate(zip(segments, job.model.moe, strict=False)):
+        key = (segment, shape.attention(layer), shape.attention(layer + 1), shape.experts(layer))
+        if key not in known:
+            known[key] = list(_layer(job, layer, segment, experts))
+        costs |= {(op, layer, phase): cost for op, phase, cost in known[key]}
+    tail = segment_seconds(job, segments[-1], 0.0)
+    costs |= {("A", shape.layers, phase): ActionCost(seconds=seconds) for phase, seconds in tail.items()}
+    return StepCosts(shape=shape, actions=costs, update=_update(job))
+
+
+def _layer(job: Job, layer: int, segment: SegmentShape, experts: ExpertsShape) -> Iterator[_Entry]:
+    for phase, seconds in segment_seconds(job, segment, layer_traffic(job, layer, "f").copies).items():
+        yield "A", phase, ActionCost(seconds=seconds)
+    for phase, seconds in expert_seconds(job, experts).items():
+        yield "E", phase, ActionCost(seconds=seconds)
+    yield from transfers(job, layer)
+
+
+def _update(job: Job) -> Update:
+    """A group 0 has embedding and head, so that its dense gradients are the most."""
+    dense = [dense_parameters(job, group) for group in range(job.layout.groups)]
+    experts = [expert_parameters(job, group, 0) for group in range(job.layout.groups)]
+    gradients = max(dense) * job.choices.precision.gradient_bytes
+    sharded = max(dense) / (job.layout.attention if job.choices.shard_optimizer else 1)
+    return Update(
+        all_reduce_bytes=gradients,
+        all_reduce_seconds=all_reduce_seconds(job, gradients),
+        optimizer_seconds=optimizer_seconds(job, max(sharded, *experts)),
+    )
