@@ -2,18 +2,22 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from cases import weights
 from fits import Model, Run, tiny_module
 from jobs import run_job
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
 from pool import RankPool, RemoteError
+
+from lightning_afd.transport.p2p import ProcessGroups
 
 SCRIPT = Path(__file__).parent.parent / "failing_script.py"
 
@@ -152,3 +156,36 @@ def test_saving_on_an_exception_of_one_rank_does_not_hang(pool: RankPool, tmp_pa
     assert all(isinstance(error, RemoteError) for error in errors)
     assert [error.type_name for error in errors] == ["PeerFailure", "LookupError"]
     assert not (tmp_path / "broken.ckpt").exists()
+
+
+def _fails_while_connecting() -> None:
+    """Rank 1 alone: the groups exist, but not all of their connections."""
+    warm = ProcessGroups.warm
+
+    def broken(groups: ProcessGroups, device: torch.device) -> None:
+        if dist.get_rank() == 1:
+            raise LookupError("boom")
+        warm(groups, device)
+
+    ProcessGroups.warm = broken  # type: ignore[method-assign]
+    try:
+        fit(_module(), "1A+1F")
+    finally:
+        ProcessGroups.warm = warm  # type: ignore[method-assign]
+
+
+def test_a_failure_in_the_middle_of_set_up_is_told(pool: RankPool) -> None:
+    errors = pool.try_run(_fails_while_connecting, 2)
+    assert all(isinstance(error, RemoteError) for error in errors)
+    assert [error.type_name for error in errors] == ["PeerFailure", "LookupError"]
+    assert "rank 1 failed first with LookupError: boom" in str(errors[0])
+
+
+def _leaves_alone() -> None:
+    fit(_module(), "1A+1F", callbacks=[Signalled(1, lambda trainer: sys.exit(3))])
+
+
+def test_a_rank_that_leaves_is_the_first_cause(pool: RankPool) -> None:
+    error, _ = pool.try_run(_leaves_alone, 2)
+    assert isinstance(error, RemoteError)
+    assert "rank 1 failed first with SystemExit: 3" in str(error)
