@@ -98,13 +98,14 @@ class UserHooks:
         @wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             rows = 1 if batch_at is None else _rows(args[batch_at])
+            if batch_at is None:
+                self._guard(self._logged_metrics.compute_together)
             return self._guard(self._run, exchange, rows, partial(hook, *args, **kwargs))
 
         return run
 
     def _run(self, exchange: Exchange, rows: int, hook: Callable[[], Any]) -> Any:
         recorder, answer, runs = Recorder(self._logged_metrics), None, self._engine.has_tail and rows > 0
-        self._logged_metrics.compute_together()
         if runs:
             with recorder.capture(self._module), recorder.micro_batch(1.0, rows):
                 answer = hook()
