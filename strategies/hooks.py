@@ -99,6 +99,8 @@ class UserHooks:
         @wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             rows = None if batch_at is None else _rows(args[batch_at])
+            if rows is None:
+                self._guard(self._logged_metrics.compute_together)
             return self._guard(self._run, exchange, rows, partial(hook, *args, **kwargs))
 
         return run
@@ -107,7 +109,6 @@ class UserHooks:
         """`rows` of the hook's batch, which A ranks of group 0 bring; None at the end of an epoch, where tails ran."""
         runs = self._engine.has_tail if rows is None else self._engine.leads and rows > 0
         recorder, answer = Recorder(self._logged_metrics), None
-        self._logged_metrics.compute_together()
         if runs:
             with recorder.capture(self._module), recorder.micro_batch(1.0, rows or 1):
                 answer = hook()
