@@ -18,6 +18,14 @@ def drop_foreign(optimizer: Optimizer) -> None:
     """Take parameters of other ranks (on meta) out of the groups; empty groups stay, so that schedulers agree."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if is_owned(parameter)]
+    drop_state_of_others(optimizer)
+
+
+def drop_state_of_others(optimizer: Optimizer) -> None:
+    """Keep state of parameters in the groups only; some optimizers make that of all in their constructor."""
+    kept = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in kept]:
+        del optimizer.state[key]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
 from lightning_afd.strategies.config import AFDConfig
+from lightning_afd.strategies.divided import divide_state
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.expert_balance import ExpertBalance
 from lightning_afd.strategies.gradient_norm import GradientNorm
@@ -188,9 +189,13 @@ class AFDStrategy(SavingStrategy):
         with refusing_several_optimizers():
             super().setup_optimizers(trainer)
         self._checkpoints.name_parameters(self.optimizers)
+        divided = self.config.optimizer_sharding == "torch"
         for optimizer in self.optimizers:
-            refuse_optimizer(optimizer)
+            refuse_optimizer(optimizer, divided=divided)
             drop_foreign(optimizer)
+        if divided and self.engine is not None and self.engine.is_attention and self.layout.attention > 1:
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            self.optimizers = divide_state(self.optimizers, schedulers, self._groups)
 
     def _separate_random_numbers(self) -> None:
         """Dropout differs between data replicas; replica 0 goes on as a single process would."""

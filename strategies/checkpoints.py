@@ -23,6 +23,7 @@ from lightning_afd.checkpoint.tensors import Part, write_tensors
 from lightning_afd.model.experts import rows_of
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.strategies.base import RankedStrategy
+from lightning_afd.strategies.divided import share_of, share_was_loaded
 from lightning_afd.strategies.seeds import random_state, set_random_state
 
 
@@ -49,6 +50,7 @@ class RankCheckpoints:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank brings of an optimizer's state."""
+        optimizer = share_of(optimizer)
         names = self._names[id(optimizer)]
         parameters = optimizer_state.held_parameters(optimizer, self._strategy.lightning_module, names)
         tensors, plain = optimizer_state.dump_state(optimizer, parameters)
@@ -147,13 +149,15 @@ class RankCheckpoints:
         saved, self._saved = self._saved, None
         assert saved is not None
         for number, (optimizer, groups) in enumerate(zip(optimizers, checkpoint[OPTIMIZERS], strict=True)):
-            names = self._names[id(optimizer)]
-            parameters = optimizer_state.held_parameters(optimizer, self._strategy.lightning_module, names)
+            share = share_of(optimizer)
+            names = self._names[id(share)]
+            parameters = optimizer_state.held_parameters(share, self._strategy.lightning_module, names)
             keys = optimizer_state.keys_of(groups, names)
             rows = {keys[name]: rows_of(parameter) for name, parameter in parameters.items()}
             read = saved.optimizer_state(number, rows)
             state = {name: read[keys[name]] for name in parameters if keys[name] in read}
-            optimizer_state.restore(optimizer, parameters, groups, state)
+            optimizer_state.restore(share, parameters, groups, state)
+            share_was_loaded(optimizer)
 
     def _take_rank_state(self, checkpoint: dict[str, Any], saved: Saved) -> None:
         """Dataloader position, random numbers and the datamodule's state: those of the same replica."""

@@ -55,6 +55,11 @@ class AFDConfig:
 
     Under a loss scaler (precision "16-mixed") the scaler decides: nobody makes the step, and the scale falls.
     """
+    optimizer_sharding: Literal["none", "torch"] = "none"
+    """Whether A ranks of a group divide their optimizer state by parameters, with torch's ZeroRedundancyOptimizer.
+
+    Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer.
+    """
     weights_only: bool = True
     """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
@@ -71,6 +76,8 @@ class AFDConfig:
             raise MisconfigurationException(f"shared_experts={self.shared_experts!r}: choose 'attention' or 'ffn'")
         if self.on_nonfinite not in ("error", "skip"):
             raise MisconfigurationException(f"on_nonfinite={self.on_nonfinite!r}: choose 'error' or 'skip'")
+        if self.optimizer_sharding not in ("none", "torch"):
+            raise MisconfigurationException(f"optimizer_sharding={self.optimizer_sharding!r}: choose 'none' or 'torch'")
         if self.micro_batches < 1:
             raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
 

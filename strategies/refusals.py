@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_afd.model.compiled import is_compiled_function
@@ -84,7 +85,15 @@ def refusing_several_optimizers() -> Iterator[None]:
         ) from None
 
 
-def refuse_optimizer(optimizer: object) -> None:
-    """Refuse optimizers that call the closure several times."""
-    if type(optimizer).__name__ == "LBFGS":
+def refuse_optimizer(optimizer: object, *, divided: bool) -> None:
+    """Refuse optimizers that call the closure several times, and those whose state cannot be divided if it is to be."""
+    name = type(optimizer).__name__
+    if name == "LBFGS":
         raise MisconfigurationException("strategy afd does not support LBFGS: it runs the step several times per batch")
+    inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if divided and (inner or not isinstance(optimizer, Optimizer)):
+        why = f"it wraps {inner[0]}" if inner else "it is not a torch.optim.Optimizer"
+        raise MisconfigurationException(
+            f"optimizer_sharding='torch' cannot divide the state of {name}, because {why}: return a plain optimizer "
+            "from configure_optimizers, or use optimizer_sharding='none'"
+        )

@@ -156,3 +156,11 @@ def test_foreign_parameters_leave_the_groups_and_the_groups_stay() -> None:
     optimizer.step()
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
+
+
+def test_state_of_foreign_parameters_goes_too() -> None:
+    own, foreign = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))
+    foreign.afd_foreign = True  # type: ignore[attr-defined]
+    optimizer = torch.optim.Adagrad([own, foreign])
+    drop_foreign(optimizer)
+    assert list(optimizer.state) == [own]

@@ -108,6 +108,7 @@ def test_the_first_cause_of_a_users_own_error(
         ({"order": "fastest"}, "choose one of"),
         ({"micro_batches": 0}, "at least 1"),
         ({"on_nonfinite": "ignore"}, "'error' or 'skip'"),
+        ({"optimizer_sharding": "zero"}, "'none' or 'torch'"),
         ({"attention": 0, "ffn": 2}, "attention=0"),
     ],
 )
