@@ -230,9 +230,9 @@ def test_one_module_in_several_runs(pool: RankPool, run: Run) -> None:
             assert ours == pytest.approx(theirs, rel=1e-5)
     assert worst(join([rank[0] for rank in ranks]), reference)[0] <= 1e-5
     replicas = run.sizes[0]
-    for number, whole in enumerate(predicted):
-        for replica in range(replicas):
-            assert torch.equal(ranks[replica][2][number], whole[replica::replicas])
+    shares = [whole[replica::replicas] for whole in predicted for replica in range(replicas)]
+    for _, _, predictions in ranks:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(predictions, shares, strict=True))
 
 
 def change_the_layout() -> None:
