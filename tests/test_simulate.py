@@ -1,106 +1,173 @@
-"""The laws of the pipeline, exactly, and what the simulator does with links, imbalance, reduces and memory."""
+"""What the simulator does with links, imbalance, reduces, memory and shared machines, by hand."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_afd.errors import PlanError, ScheduleError
-from lightning_afd.placement import Worker
+from lightning_afd.placement import HEADS, Worker
 from lightning_afd.schedule.actions import Action
-from lightning_afd.schedule.fill import Pace
-from lightning_afd.schedule.orders import ORDERS, Knobs, build
+from lightning_afd.schedule.orders import ORDERS, build
 from lightning_afd.schedule.passes import forward_only
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.simulate import Link, Load, Simulation, by_kind, collocated, simulate
 
 A0, F0, A1, F1 = Worker("A", 0), Worker("F", 0), Worker("A", 1), Worker("F", 1)
-FREE = {"Tf": 0, "Tb": 0, "Tw": 0}
-UNIT = 4
-"""F: one forward; so quarters of it are whole numbers, and times are exact."""
-WHOLE = FREE | {"Af": UNIT, "Ab": 2 * UNIT, "Ef": UNIT, "Eb": 2 * UNIT, "Ew": 0}
-"""Equal stages whose backward B = 2F is one action."""
-SPLIT = FREE | {kind: UNIT for kind in ("Af", "Ab", "Aw", "Ef", "Eb", "Ew")}
-"""The same with weight gradients of their own."""
+SECONDS = {"Af": 10, "Ab": 20, "Aw": 9, "Ef": 5, "Eb": 6, "Ew": 7, "Tf": 1, "Tb": 2, "Tw": 3}
+BYTES = {"Df": 8, "Db": 6, "Cf": 4, "Cb": 12, "Hf": 2, "Hb": 2, "Lf": 1, "Lb": 1}
+LINK = Link(attention=2, ffn=1, latency=3)
 
 
-def load(shape: Shape, seconds: Mapping[str, float], **sizes: float) -> Load:
-    """Transfers take `latency`, or occupy lanes for `bytes` (`hop` for the base); a second carries one byte."""
-    link = Link(attention=1, ffn=1, latency=sizes.get("latency", 0))
-    table = {kind: sizes.get("bytes", 0) for kind in ("Df", "Db", "Cf", "Cb")}
-    table |= {kind: sizes.get("hop", 0) for kind in ("Hf", "Hb")}
-    return Load(seconds=by_kind(shape, seconds), bytes=by_kind(shape, table), links=dict.fromkeys("DCH", link))
+def load(shape: Shape, bytes_: Mapping[str, float] = BYTES) -> Load:
+    return Load(seconds=by_kind(shape, SECONDS), bytes=by_kind(shape, bytes_), links=dict.fromkeys("DCHL", LINK))
 
 
-def overhead(order: str, shape: Shape, transfer: int, *, lanes: bool = False, pending: int = 100) -> float:
-    """Seconds beyond the work of one of equal workers."""
-    pace = Pace(seconds={**dict.fromkeys(SPLIT, UNIT), **FREE}, transfer=transfer)
-    schedule = build(order, shape, Knobs(pending=pending, pace=pace))
-    costs = load(shape, SPLIT if shape.split_attention else WHOLE, **{"bytes" if lanes else "latency": transfer})
-    return simulate(schedule, costs).seconds - 3 * UNIT * shape.micro_batches * shape.layers // shape.groups
+def spans(simulation: Simulation, rank: int) -> str:
+    """Actions of a rank with start and end, without what takes no time."""
+    found = (span for span in simulation.timeline.spans if span.rank == rank and span.seconds)
+    return " ".join(f"{span.action} {span.start:g}-{span.end:g}" for span in found)
 
 
-def equal_stages(groups: int, rounds: int, runs: int, *, split: bool) -> Shape:
-    return Shape(layers=groups * rounds, groups=groups, micro_batches=4 * groups * runs, split_attention=split)
+def test_one_micro_batch_by_hand() -> None:
+    """Forward: A 10, dispatch 8 bytes at F's 1 byte/s + 3, E 5, combine 4 + 3, tail; backward the same way."""
+    simulation = simulate(build("sequential", Shape(layers=1, micro_batches=1)), load(Shape(layers=1, micro_batches=1)))
+    assert spans(simulation, 0) == "A0f0 0-10 C0f0 10-33 A1f0 33-34 A1b0 34-36 C0b0 36-66 A0b0 66-86"
+    assert spans(simulation, 1) == "D0f0 0-21 E0f0 21-26 D0b0 26-45 E0b0 45-51 E0w0 51-58"
+    assert simulation.seconds == 86
+    assert simulation.timeline.exposed(0) == pytest.approx(53 / 86)
+    assert simulation.busy[A0, None, "compute"] == 33 == simulation.bound
+    assert simulation.busy[A0, LINK, "send"] == 7  # 14 bytes
+    assert simulation.busy[F0, LINK, "receive"] == 14
 
 
-GRID = [(1, 1, 1), (1, 3, 2), (2, 1, 1), (2, 2, 2), (2, 3, 1), (4, 1, 2), (4, 2, 1)]
+def test_base_hops_share_the_lanes_of_dispatches() -> None:
+    """A0 sends the dispatch (8 bytes, 4 s), then the base (2 bytes, 1 s), which A1 receives at once."""
+    shape = Shape(layers=2, groups=2, micro_batches=1)
+    simulation = simulate(build("sequential", shape), load(shape))
+    carried = {str(carried.action): carried for carried in simulation.transfers}
+    assert (carried["D0f0"].asked, carried["D0f0"].start, carried["D0f0"].end) == (10, 10, 21)
+    assert (carried["H0f0"].asked, carried["H0f0"].start, carried["H0f0"].end) == (10, 14, 18)
+    alone = dataclasses.replace(load(shape), links={**dict.fromkeys("DC", LINK), "H": Link(attention=4, ffn=4)})
+    carried = {str(carried.action): carried for carried in simulate(build("sequential", shape), alone).transfers}
+    assert (carried["H0f0"].start, carried["H0f0"].end) == (10, 10.5)
 
 
-@pytest.mark.parametrize(("groups", "rounds", "runs"), GRID)
-@pytest.mark.parametrize("transfer", [0, 1, 2, 3, 4])
-def test_law_of_af_pipe(groups: int, rounds: int, runs: int, transfer: int) -> None:
-    """(P-1)(F+B+2c), exactly, for c <= F."""
-    law = (2 * groups - 1) * (3 * UNIT + 2 * transfer)
-    shape = equal_stages(groups, rounds, runs, split=False)
-    assert overhead("af-pipe", shape, transfer) == law
-    if transfer < UNIT:  # with c = F a dispatch of a forward and one of a gradient meet at an F worker
-        assert overhead("af-pipe", shape, transfer, lanes=True) == law
+@pytest.mark.parametrize("copies", [1, 3])
+def test_attention_sends_the_base_beside_all_copies(copies: int) -> None:
+    """Between p > 1 groups, A sends (copies + 1) / copies of F's bytes."""
+    shape = Shape(layers=4, groups=2, micro_batches=8)
+    sizes = {kind: 1 if kind[0] == "H" else copies for kind in BYTES}
+    link = Link(attention=1, ffn=1)
+    costs = dataclasses.replace(load(shape, sizes), links=dict.fromkeys("DCH", link))
+    busy = simulate(build("af-pipe", shape), costs).busy
+    sent = {role: sum(busy[Worker(role, group), link, "send"] for group in (0, 1)) for role in "AF"}
+    assert sent["A"] * copies == sent["F"] * (copies + 1)
 
 
-@pytest.mark.parametrize(("groups", "rounds", "runs"), [(1, 1, 2), (1, 3, 3), (2, 1, 2), (2, 2, 2), (4, 1, 2)])
-@pytest.mark.parametrize("transfer", [0, 1, 2, 3, 4])
-def test_law_of_zero_bubble(groups: int, rounds: int, runs: int, transfer: int) -> None:
-    """(P-1)(F+c), exactly, for c <= F and more than one run of G micro-batches."""
-    law = (2 * groups - 1) * (UNIT + transfer)
-    shape = equal_stages(groups, rounds, runs, split=True)
-    assert overhead("zero-bubble", shape, transfer) == law
-    if transfer <= UNIT // 2:
-        assert overhead("zero-bubble", shape, transfer, lanes=True) == law
+def test_messages_queue_at_both_ends() -> None:
+    """Five dispatches are ready every 10 s, but F receives one in 20 s: each waits for those before it."""
+    shape = Shape(layers=1, micro_batches=5)
+    simulation = simulate(forward_only(build("layer-major", shape)), load(shape, BYTES | {"Df": 20}))
+    arrivals = [carried.end for carried in simulation.transfers if carried.action.op == "D"]
+    assert arrivals == [33, 53, 73, 93, 113]
 
 
-@pytest.mark.parametrize(("groups", "rounds"), [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("transfer", [0, 2, 3, 4])
-def test_a_single_run_may_have_too_little_to_do_before_its_first_backward(
-    groups: int, rounds: int, transfer: int
-) -> None:
-    """A0 has 2P v forwards to do until micro-batch 0 has been round v times and back over P - 1 workers.
-
-    Any order loses what that takes longer than they do, beyond the law: c - v P (F - c).
-    """
-    shape, workers = equal_stages(groups, rounds, 1, split=True), 2 * groups
-    loss = max(0, transfer - rounds * workers * (UNIT - transfer))
-    assert overhead("zero-bubble", shape, transfer) == (workers - 1) * (UNIT + transfer) + loss
+def test_busiest_expert_rank_sets_the_pace() -> None:
+    shape = Shape(layers=2, micro_batches=4)
+    even, uneven = (
+        simulate(build("af-pipe", shape), dataclasses.replace(load(shape), imbalance=imbalance)) for imbalance in (1, 2)
+    )
+    assert uneven.busy[F0, None, "compute"] == 2 * even.busy[F0, None, "compute"]
+    assert uneven.busy[F0, LINK, "receive"] == 2 * even.busy[F0, LINK, "receive"]
+    assert uneven.busy[A0, LINK, "send"] == even.busy[A0, LINK, "send"]
+    assert uneven.seconds > even.seconds
 
 
-@pytest.mark.parametrize("pending", [4, 8, 15])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_law_needs_as_many_weight_gradients_as_the_drain_takes(groups: int, pending: int) -> None:
-    """After its last backward the last worker has them and nothing else, while that passes P - 1 workers (c = F)."""
-    drain = 2 * (2 * groups - 1) + 1
-    shape = equal_stages(groups, 2, 2, split=True)
-    lost = overhead("zero-bubble", shape, UNIT, pending=pending) - (2 * groups - 1) * 2 * UNIT
-    if pending >= drain:
-        assert lost == 0
-    else:
-        assert lost >= (drain - pending) * UNIT
+@pytest.mark.parametrize("split", [False, True])
+def test_a_layer_is_reduced_behind_its_last_gradient(split: bool) -> None:
+    shape = Shape(layers=2, micro_batches=2, split_attention=split)
+    costs = dataclasses.replace(load(shape), reduce=lambda worker, layer: 50 if worker.role == "A" else 0)
+    simulation = simulate(build("sequential", shape), costs)
+    assert [str(reduce.action) for reduce in simulation.reduces] == [
+        f"A{layer}{'w' if split else 'b'}1" for layer in (2, 1, 0)
+    ]
+    ends = {span.action: span.end for span in simulation.timeline.spans}
+    free = 0
+    for reduce in simulation.reduces:
+        assert reduce.asked == ends[reduce.action]
+        assert (reduce.start, reduce.end) == (max(reduce.asked, free), max(reduce.asked, free) + 50)
+        free = reduce.end
+    assert simulation.seconds == free
 
 
-def test_short_runs_expose_transfers() -> None:
-    """G = P: 2c (R v / P - 1) beyond (P-1)(F+B) instead of 2c (P-1): once per round, not once per step."""
-    shape, transfer = Shape(layers=6, groups=2, micro_batches=16), 2
-    schedule = build("af-pipe", shape, Knobs(group=4))
-    seconds = simulate(schedule, load(shape, WHOLE, latency=transfer)).seconds
-    assert seconds - 3 * UNIT * 48 == 3 * 3 * UNIT + 2 * transfer * (48 // 4 - 1)
+def test_what_is_held_and_what_came_early() -> None:
+    shape = Shape(layers=2, micro_batches=3)
+    slow = {**SECONDS, "Ef": 100, "Eb": 100}
+    simulation = simulate(build("layer-major", shape), dataclasses.replace(load(shape), seconds=by_kind(shape, slow)))
+    assert [simulation.held(worker) for worker in (A0, F0)] == [7, 6]
+    assert [simulation.early(worker) for worker in (A0, F0)] == [0, 2]
+
+
+def test_collocated_roles_take_turns() -> None:
+    """With both roles on the same ranks, nothing is computed at the same time."""
+    shape = Shape(layers=2, micro_batches=4)
+    simulation = simulate(build("layer-major", shape), dataclasses.replace(load(shape), machine=collocated))
+    computed = sorted((span.start, span.end) for span in simulation.timeline.spans if not span.action.is_transfer)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(computed))
+    assert simulation.busy[A0, None, "compute"] == sum(end - start for start, end in computed)
+    assert (F0, None, "compute") not in simulation.busy
+
+
+def test_deadlock_is_an_error() -> None:
+    schedule = build("sequential", Shape(layers=1, micro_batches=2))
+    backwards = dataclasses.replace(schedule, programs={A0: schedule.programs[A0][::-1], F0: schedule.programs[F0]})
+    with pytest.raises(ScheduleError, match="A0 waits at A0b1"):
+        simulate(backwards, load(schedule.shape))
+
+
+def test_missing_cost_is_named() -> None:
+    shape = Shape(layers=1, micro_batches=1)
+    costs = dataclasses.replace(load(shape), seconds=by_kind(shape, {"Af": 1, "Ef": 1}))
+    with pytest.raises(PlanError, match=r"no cost for A1f0: layer 1, micro-batch 0: the table has Af Ef, add Tf"):
+        simulate(build("sequential", shape), costs)
+
+
+SHAPES = st.builds(
+    Shape,
+    layers=st.integers(1, 5),
+    groups=st.integers(1, 3),
+    micro_batches=st.integers(1, 6),
+    router_logits=st.booleans(),
+    head=st.sampled_from(HEADS),
+    split_attention=st.booleans(),
+)
+
+
+@settings(max_examples=40)
+@given(order=st.sampled_from(sorted(ORDERS)), shape=SHAPES)
+def test_any_schedule_is_executed_as_it_stands(order: str, shape: Shape) -> None:
+    """Programs in their order, nothing before what it waits for, no lane on two things, and work linear in size."""
+    schedule = build(order, shape)
+    simulation = simulate(schedule, load(shape))
+    _check_programs(schedule, simulation)
+    assert simulation.seconds >= simulation.bound
+    assert simulation.events <= sum(map(len, schedule.programs.values())) + len(schedule.programs)
+
+
+def _check_programs(schedule: Schedule, simulation: Simulation) -> None:
+    layout, ends = simulation.timeline.layout, dict[Action, float]()
+    for worker, program in schedule.programs.items():
+        own = [span for span in simulation.timeline.spans if span.rank == layout.ranks_of(worker)[0]]
+        assert tuple(span.action for span in own) == program
+        assert all(before.end <= after.start for before, after in itertools.pairwise(own))
+        ends |= {span.action: span.end for span in own if not span.action.is_transfer}
+    arrivals = ends | {carried.action: carried.end for carried in simulation.transfers}
+    for span in simulation.timeline.spans:
+        if not span.action.is_transfer:
+            assert all(arrivals[before] <= span.start for before in schedule.shape.dependencies(span.action))
