@@ -1,4 +1,4 @@
-"""The laws of the pipeline, exactly: time beyond the work of equal stages (P workers, F forward, B backward, transfer c)."""
+"""The laws of the pipeline, exactly: P workers with equal stages, F forward, B backward, c transfer."""
 
 from __future__ import annotations
 
