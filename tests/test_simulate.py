@@ -14,7 +14,7 @@ from lightning_afd.errors import PlanError, ScheduleError
 from lightning_afd.placement import HEADS, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS, build
-from lightning_afd.schedule.passes import forward_only
+from lightning_afd.schedule.passes import forward_only, in_blocks
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.simulate import Link, Load, Simulation, by_kind, collocated, simulate
 
@@ -122,6 +122,19 @@ def test_collocated_roles_take_turns() -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(computed))
     assert simulation.busy[A0, None, "compute"] == sum(end - start for start, end in computed)
     assert (F0, None, "compute") not in simulation.busy
+
+
+def test_what_collocated_systems_hide() -> None:
+    """Nothing; transfers of chunks behind experts; behind attention, too. Apart, roles compute at the same time."""
+    shape = Shape(layers=6, micro_batches=4)
+    sizes = dict.fromkeys(BYTES, 6)
+    shared = dataclasses.replace(load(shape, sizes), machine=collocated)
+    exposed, major = build("sequential", shape), build("layer-major", shape)
+    steps = [simulate(schedule, shared) for schedule in (exposed, in_blocks(major), major)]
+    nothing, experts, all_ = (step.seconds for step in steps)
+    assert nothing > 1.2 * experts > 1.2 * 1.1 * all_
+    assert all_ < 1.1 * max(step.busy[A0, None, "compute"] for step in steps)
+    assert simulate(major, load(shape, sizes)).seconds < 0.8 * all_
 
 
 def test_deadlock_is_an_error() -> None:

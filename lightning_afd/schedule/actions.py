@@ -2,7 +2,7 @@
 
 | op | what | phases |
 |---|---|---|
-| A | attention segment: what lies between the experts of two layers | f forward, b backward; split: b input, w weight gradient |
+| A | attention segment: what lies between the experts of two layers | f forward, b backward (w where b is split) |
 | E | routed experts of a layer | f forward, b input gradient, w weight gradient |
 | D | dispatch, A to F | f: x, idx, w; b: dY |
 | C | combine, F to A | f: y; b: dx, dw |
