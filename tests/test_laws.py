@@ -57,7 +57,7 @@ def test_law_of_af_pipe(groups: int, rounds: int, runs: int, transfer: int) -> N
 @pytest.mark.parametrize(("groups", "rounds", "runs"), [(1, 1, 2), (1, 3, 3), (2, 1, 2), (2, 2, 2), (4, 1, 2)])
 @pytest.mark.parametrize("transfer", [0, 1, 2, 3, 4])
 def test_law_of_zero_bubble(groups: int, rounds: int, runs: int, transfer: int) -> None:
-    """(P-1)(F+c), exactly, for c <= F and more than one run of G micro-batches."""
+    """(P-1)(F+c), exactly, for c <= F and R = 2G, 3G ...; for R = G see below."""
     law = (2 * groups - 1) * (UNIT + transfer)
     shape = equal_stages(groups, rounds, runs, split=True)
     assert overhead("zero-bubble", shape, transfer) == law
@@ -65,8 +65,8 @@ def test_law_of_zero_bubble(groups: int, rounds: int, runs: int, transfer: int) 
         assert overhead("zero-bubble", shape, transfer, lanes=True) == law
 
 
-@pytest.mark.parametrize(("groups", "rounds"), [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("transfer", [0, 2, 4])
+@pytest.mark.parametrize(("groups", "rounds"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("transfer", [0, 1, 2, 4])
 def test_a_single_run_may_have_too_little_to_do_before_its_first_backward(
     groups: int, rounds: int, transfer: int
 ) -> None:

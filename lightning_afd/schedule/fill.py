@@ -45,7 +45,16 @@ def place_of(worker: Worker) -> int:
     return 2 * worker.group + (worker.role == "F")
 
 
-def fill(shape: Shape, order: Iterable[Action], pace: Pace, pending: int) -> list[Action]:
+@dataclass(frozen=True)
+class Filled:
+    """An order with its gaps filled."""
+
+    order: list[Action]
+    end: float
+    """When its last action ends at the pace that it was made for."""
+
+
+def fill(shape: Shape, order: Iterable[Action], pace: Pace, pending: int) -> Filled:
     """Move the weight gradients of an order to where their worker would wait, or has put off as many as it may.
 
     Each worker keeps the order of its forwards and backwards; a tail runs as soon as it can. The last backward of the
@@ -54,7 +63,8 @@ def fill(shape: Shape, order: Iterable[Action], pace: Pace, pending: int) -> lis
     The result can be executed from its start like any order: it is sorted by times at which all inputs were there.
     """
     filling = _Filling(shape, order, pace, pending)
-    return filling.to_the_end()
+    found = filling.to_the_end()
+    return Filled(found, filling.end)
 
 
 class _Queues:
@@ -95,6 +105,10 @@ class _Filling:
             self._readers[before].append(owner)
         queues = self._workers[owner]
         (queues.tail if self._shape.runs_tail(action) else queues.main).append(action)
+
+    @property
+    def end(self) -> float:
+        return max(queues.free for queues in self._workers.values())
 
     def to_the_end(self) -> list[Action]:
         found: list[Action] = []

@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Worker
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Phase
 from lightning_afd.schedule.fill import Pace, fill, place_of
 from lightning_afd.schedule.passes import place_transfers
 from lightning_afd.schedule.shape import Schedule, Shape
@@ -117,7 +117,11 @@ class _Clock:
 
 def af_pipe(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
     """Interleaved 1F1B over the 2p workers, in runs of about 4p micro-batches: all actions sorted by their slots."""
-    clock = _Clock.of(shape, knobs.group)
+    return _by_slots(shape, _Clock.of(shape, knobs.group), ("f", "b"))
+
+
+def _by_slots(shape: Shape, clock: _Clock, within: tuple[Phase, Phase]) -> list[Action]:
+    """All actions sorted by their slots, the two of a worker's slot in the order `within`."""
 
     def key(action: Action) -> tuple[int, int]:
         if shape.runs_tail(action):
@@ -126,15 +130,23 @@ def af_pipe(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
         if action.layer == shape.layers:
             round_, place = clock.rounds - 1, clock.turn - 1
         if action.phase == "f":
-            return clock.forward(round_, place, action.micro_batch), 0
-        return clock.backward(round_, place, action.micro_batch), 2
+            return clock.forward(round_, place, action.micro_batch), 2 * within.index("f")
+        return clock.backward(round_, place, action.micro_batch), 2 * within.index("b")
 
     return sorted(sequential(shape), key=key)
 
 
 def zero_bubble(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
-    """af-pipe with weight gradients put off, so that input gradients pass the ring sooner, and filled into gaps."""
-    return fill(shape, af_pipe(shape, knobs), knobs.pace, knobs.pending)
+    """af-pipe with weight gradients put off, so that input gradients pass the ring sooner, and filled into gaps.
+
+    A worker's slot begins with its backward or with its forward, whichever ends the step sooner at the given pace:
+    a gradient that comes back early should pass, but a late one (c > F/2) should not keep a forward waiting.
+    """
+    clock = _Clock.of(shape, knobs.group)
+    forwards_first, backwards_first = (
+        fill(shape, _by_slots(shape, clock, within), knobs.pace, knobs.pending) for within in (("f", "b"), ("b", "f"))
+    )
+    return (forwards_first if forwards_first.end <= backwards_first.end else backwards_first).order
 
 
 ORDERS: Mapping[str, Order] = MappingProxyType(
