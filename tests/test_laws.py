@@ -28,11 +28,15 @@ def load(shape: Shape, seconds: Mapping[str, float], **sizes: float) -> Load:
     return Load(seconds=by_kind(shape, seconds), bytes=by_kind(shape, table), links=dict.fromkeys("DCH", link))
 
 
-def overhead(order: str, shape: Shape, transfer: int, *, lanes: bool = False, pending: int = 100) -> float:
-    """Seconds beyond the work of one of equal workers."""
+def overhead(
+    order: str, shape: Shape, transfer: int, *, lanes: bool = False, hop: int = 0, pending: int = 100
+) -> float:
+    """Seconds beyond the work of one of equal workers; `lanes`: transfers and hops occupy the NICs of both ends."""
     pace = Pace(seconds={**dict.fromkeys(SPLIT, UNIT), **FREE}, transfer=transfer)
     schedule = build(order, shape, Knobs(pending=pending, pace=pace))
-    costs = load(shape, SPLIT if shape.split_attention else WHOLE, **{"bytes" if lanes else "latency": transfer})
+    costs = load(
+        shape, SPLIT if shape.split_attention else WHOLE, hop=hop, **{"bytes" if lanes else "latency": transfer}
+    )
     return simulate(schedule, costs).seconds - 3 * UNIT * shape.micro_batches * shape.layers // shape.groups
 
 
@@ -77,6 +81,16 @@ def test_a_single_run_may_have_too_little_to_do_before_its_first_backward(
     shape, workers = equal_stages(groups, rounds, 1, split=True), 2 * groups
     loss = max(0, transfer - rounds * workers * (UNIT - transfer))
     assert overhead("zero-bubble", shape, transfer) == (workers - 1) * (UNIT + transfer) + loss
+
+
+@pytest.mark.parametrize("order", ["af-pipe", "zero-bubble"])
+@pytest.mark.parametrize(("groups", "rounds"), [(2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("transfer", "hop"), [(1, 1), (2, 1), (2, 2)])
+def test_base_hops_cost_little_beside_transfers(order: str, groups: int, rounds: int, transfer: int, hop: int) -> None:
+    """On the NICs of A workers a transfer may wait for a base hop h: (P-1) h at most, if c + h <= F."""
+    shape = equal_stages(groups, rounds, 2, split=order == "zero-bubble")
+    lost = [overhead(order, shape, transfer, lanes=True, hop=h) for h in (0, hop)]
+    assert lost[0] < lost[1] <= lost[0] + (2 * groups - 1) * hop
 
 
 @pytest.mark.parametrize("pending", [4, 8, 15])
