@@ -127,10 +127,8 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192, 16384, 32768])
     parser.add_argument("--divisions", type=int, default=3, help="how many divisions to simulate")
     options = parser.parse_args()
-    sys.stdout.write("| model | tokens | order | p x (M + N), R, G | step, s | of the bound | busiest lane |
-")
-    sys.stdout.write("|---|---|---|---|---|---|---|
-")
+    sys.stdout.write("| model | tokens | order | p x (M + N), R, G | step, s | of the bound | busiest lane |\n")
+    sys.stdout.write("|---|---|---|---|---|---|---|\n")
     for name in options.models:
         for length in options.lengths:
             for order in ("af-pipe", "zero-bubble"):
