@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _COLORS = {
     ("A", "f"): "#4c78a8",
     ("A", "b"): "#1f3f66",
+    ("A", "w"): "#12263d",
     ("E", "f"): "#f2a65a",
     ("E", "b"): "#c8621b",
     ("E", "w"): "#8c3d0b",
@@ -22,6 +23,7 @@ _COLORS = {
 _NAMES = {
     ("A", "f"): "attention forward",
     ("A", "b"): "attention backward",
+    ("A", "w"): "attention weight gradient",
     ("E", "f"): "experts forward",
     ("E", "b"): "experts input gradient",
     ("E", "w"): "experts weight gradient",

@@ -2,7 +2,7 @@
 
 | op | what | phases |
 |---|---|---|
-| A | attention segment: what lies between the experts of two layers | f forward, b backward |
+| A | attention segment: what lies between the experts of two layers | f forward, b backward (w where b is split) |
 | E | routed experts of a layer | f forward, b input gradient, w weight gradient |
 | D | dispatch, A to F | f: x, idx, w; b: dY |
 | C | combine, F to A | f: y; b: dx, dw |
@@ -46,9 +46,9 @@ class Action:
     def parse(cls, name: str) -> Action:
         """Read `str(action)` back; raises ValueError for anything else."""
         match = re.fullmatch(r"([AETDCHL])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
-        if match is None or (match[3] == "w" and match[1] != "E"):
+        if match is None or (match[3] == "w" and match[1] not in "AE"):
             raise ValueError(
-                f"{name!r} is no action: expected an op of A E T D C H L, a layer, a phase f or b (w only for E) "
+                f"{name!r} is no action: expected an op of A E T D C H L, a layer, a phase f or b (w only for A and E) "
                 "and a micro-batch, as in A3f0"
             )
         return cls(cast(Op, match[1]), int(match[2]), cast(Phase, match[3]), int(match[4]))

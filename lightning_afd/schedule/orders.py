@@ -7,24 +7,46 @@ action of the list that is not finished is always the next one of its worker and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Literal
 
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Worker
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Phase
+from lightning_afd.schedule.fill import Pace, fill, place_of
 from lightning_afd.schedule.passes import place_transfers
 from lightning_afd.schedule.shape import Schedule, Shape
 
-Order = Callable[[Shape], Iterable[Action]]
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """What an order leaves open; each order uses those that it knows."""
+
+    group: int | Literal["auto"] = "auto"
+    """Micro-batches that pass a round of the ring one behind the other (G): "auto" is as near to 2P as R allows, a
+    number is the most, at least P. More hide longer transfers and hold more activations."""
+    pending: int = 8
+    """Weight gradients that zero-bubble puts off on one worker, at most."""
+    pace: Pace = field(default_factory=Pace)
+    """What zero-bubble takes actions to last; stages are equal, unless something better is known."""
+
+    def __post_init__(self) -> None:
+        for name in ("group", "pending"):
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)}: an order needs at least 1")
 
 
-def sequential(shape: Shape) -> list[Action]:
+DEFAULTS = Knobs()
+Order = Callable[[Shape, Knobs], Iterable[Action]]
+
+
+def sequential(shape: Shape, _: Knobs = DEFAULTS) -> list[Action]:
     """Micro-batch after micro-batch, forward then backward: no overlap, the reference."""
     return [action for action in shape.actions() if not action.is_transfer]
 
 
-def layer_major(shape: Shape) -> list[Action]:
+def layer_major(shape: Shape, _: Knobs = DEFAULTS) -> list[Action]:
     """All micro-batches of a segment before the next segment, tail forward and backward alternating.
 
     Optimal for one group: while F computes one micro-batch, A computes another one of the same layer.
@@ -58,13 +80,20 @@ class _Clock:
     turn: int
 
     @classmethod
-    def of(cls, shape: Shape) -> _Clock:
-        """Runs of nearly equal length, as near to G = 2P as the number of micro-batches allows.
+    def of(cls, shape: Shape, group: int | Literal["auto"]) -> _Clock:
+        """Runs of nearly equal length, as near to G = 2P as the number of micro-batches allows, or at most `group`.
 
         A run of P keeps the ring full; the second P is the slack behind which transfers hide.
         """
         workers = 2 * shape.groups
-        runs = max(1, (shape.micro_batches + workers) // (2 * workers))
+        if group == "auto":
+            runs = max(1, (shape.micro_batches + workers) // (2 * workers))
+        elif group < workers:
+            raise PlanError(
+                f"group={group}: a ring of {workers} workers needs at least {workers} micro-batches in a run"
+            )
+        else:
+            runs = -(-shape.micro_batches // group)
         last_round, last_group = divmod(shape.layers - 1, shape.groups)
         return cls(
             rounds=last_round + 1,
@@ -86,35 +115,66 @@ class _Clock:
         return self.tail(m) + (self.rounds - 1 - round_) * self.run + self.turn - place
 
 
-def af_pipe(shape: Shape) -> list[Action]:
+def af_pipe(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
     """Interleaved 1F1B over the 2p workers, in runs of about 4p micro-batches: all actions sorted by their slots."""
-    clock = _Clock.of(shape)
+    return _by_slots(shape, _Clock.of(shape, knobs.group), ("f", "b"))
+
+
+def _by_slots(shape: Shape, clock: _Clock, within: tuple[Phase, Phase]) -> list[Action]:
+    """All actions sorted by their slots, the two of a worker's slot in the order `within`."""
 
     def key(action: Action) -> tuple[int, int]:
         if shape.runs_tail(action):
             return clock.tail(action.micro_batch), 1
-        round_, group = divmod(action.layer, shape.groups)
-        place = 2 * group + (action.op == "E")
+        round_, place = action.layer // shape.groups, place_of(shape.owner(action))
         if action.layer == shape.layers:
             round_, place = clock.rounds - 1, clock.turn - 1
         if action.phase == "f":
-            return clock.forward(round_, place, action.micro_batch), 0
-        return clock.backward(round_, place, action.micro_batch), 2
+            return clock.forward(round_, place, action.micro_batch), 2 * within.index("f")
+        return clock.backward(round_, place, action.micro_batch), 2 * within.index("b")
 
     return sorted(sequential(shape), key=key)
 
 
+def zero_bubble(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
+    """af-pipe with weight gradients put off, so that input gradients pass the ring sooner, and filled into gaps.
+
+    A worker's slot begins with its backward or with its forward, whichever ends the step sooner at the given pace:
+    a gradient that comes back early should pass, but a late one (c > F/2) should not keep a forward waiting.
+    """
+    clock = _Clock.of(shape, knobs.group)
+    forwards_first, backwards_first = (
+        fill(shape, _by_slots(shape, clock, within), knobs.pace, knobs.pending) for within in (("f", "b"), ("b", "f"))
+    )
+    return (forwards_first if forwards_first.end <= backwards_first.end else backwards_first).order
+
+
 ORDERS: Mapping[str, Order] = MappingProxyType(
-    {"sequential": sequential, "layer-major": layer_major, "af-pipe": af_pipe}
+    {"sequential": sequential, "layer-major": layer_major, "af-pipe": af_pipe, "zero-bubble": zero_bubble}
 )
 
 
-def build(order: str, shape: Shape) -> Schedule:
+def build(order: str, shape: Shape, knobs: Knobs = DEFAULTS) -> Schedule:
     """The complete schedule of an order, transfers placed; raises PlanError for an unknown name."""
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is not known: choose one of {', '.join(ORDERS)}")
     programs: dict[Worker, list[Action]] = {worker: [] for worker in shape.workers()}
-    for action in ORDERS[order](shape):
+    for action in ORDERS[order](shape, knobs):
         programs[shape.owner(action)].append(action)
     computation = {worker: tuple(program) for worker, program in programs.items()}
     return place_transfers(Schedule(shape, order, computation))
+
+
+def largest_group(order: str, shape: Shape, fits: Callable[[Schedule], bool], knobs: Knobs = DEFAULTS) -> int:
+    """The longest run of micro-batches (G, from 2P down to P) whose schedule fits into memory.
+
+    `fits` judges a schedule, by `in_flight` of its workers for example; raises PlanError where not even P fits.
+    """
+    workers = 2 * shape.groups
+    for group in range(2 * workers, workers - 1, -1):
+        if fits(build(order, shape, replace(knobs, group=group))):
+            return group
+    raise PlanError(
+        f"runs of {workers} micro-batches, the shortest for {shape.groups} group(s), do not fit into memory: "
+        "use fewer groups, smaller micro-batches or recompute"
+    )

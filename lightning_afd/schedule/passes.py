@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import replace
+from itertools import groupby
 
 from lightning_afd.errors import ScheduleError
 from lightning_afd.placement import Worker
@@ -74,3 +75,39 @@ def forward_only(schedule: Schedule) -> Schedule:
         for worker, program in schedule.programs.items()
     }
     return replace(schedule, programs=programs)
+
+
+def in_blocks(schedule: Schedule) -> Schedule:
+    """Let A workers compute each segment for all micro-batches that follow one another in one go: they receive all
+    that it needs before, and send all of it after.
+
+    The micro-batches of such a schedule are chunks of the experts' work alone, as in systems that hide transfers
+    behind experts but not behind attention.
+    """
+    shape = schedule.shape
+    programs = dict(schedule.programs)
+    for worker in programs:
+        if worker.role == "A":
+            programs[worker] = tuple(_blocks(shape, worker, schedule.programs[worker]))
+    return replace(schedule, programs=programs)
+
+
+def _blocks(shape: Shape, worker: Worker, program: tuple[Action, ...]) -> list[Action]:
+    blocks: list[Action] = []
+    sends: dict[Action, list[Action]] = defaultdict(list)
+    receives: dict[Action, list[Action]] = defaultdict(list)
+    came: list[Action] = []
+    computed: list[Action] = []
+    for action in program:
+        if not action.is_transfer:
+            receives[action], came = came, []
+            computed.append(action)
+        elif shape.endpoints(action)[0] == worker:
+            sends[computed[-1]].append(action)
+        else:
+            came.append(action)
+    for _, group in groupby(computed, key=lambda action: (action.op, action.layer, action.phase)):
+        block = list(group)
+        for part in (receives, None, sends):
+            blocks += block if part is None else [transfer for action in block for transfer in part[action]]
+    return blocks

@@ -30,6 +30,8 @@ class Shape:
     """Whether the loss needs the router logits of all layers."""
     head: Head = "attention"
     """Role of the worker that runs the tail."""
+    split_attention: bool = False
+    """Whether the weight gradients of attention segments are actions of their own (A..w)."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "groups", "micro_batches"):
@@ -88,6 +90,10 @@ class Shape:
         """Whether an action is the forward or backward of the tail."""
         return action.layer == self.layers and action.op == ("T" if self.hands_over() else "A")
 
+    def splits(self, segment: int) -> bool:
+        """Whether an attention segment has weight gradients of its own (Aw exists)."""
+        return self.split_attention and (segment < self.layers or not self.hands_over())
+
     def sends_logits(self, layer: int) -> bool:
         """Whether the router logits of a layer travel to the tail (L exists)."""
         return self.router_logits and self.attention(layer) != self.tail
@@ -120,6 +126,8 @@ class Shape:
                 return (Action("E", layer, "f", m),)
             case "Cb" | "Ew":
                 return (Action("E", layer, "b", m),)
+            case "Aw" if self.splits(layer):
+                return (Action("A", layer, "b", m),)
         raise ValueError(f"{action} has no meaning: op {action.op!r} has no phase {action.phase!r}")
 
     def _before_forward(self, segment: int, m: int) -> tuple[Action, ...]:
@@ -163,7 +171,7 @@ class Shape:
             yield Action("A", self.layers, "f", m)
             if self.hands_over():
                 yield from (Action(op, self.layers, phase, m) for op, phase in _HANDED_OVER)
-            yield Action("A", self.layers, "b", m)
+            yield from self._segment_backward(self.layers, m)
             for layer in reversed(range(self.layers)):
                 yield from self._backward(layer, m)
 
@@ -186,7 +194,12 @@ class Shape:
         yield Action("E", layer, "b", m)
         yield Action("C", layer, "b", m)
         yield Action("E", layer, "w", m)
-        yield Action("A", layer, "b", m)
+        yield from self._segment_backward(layer, m)
+
+    def _segment_backward(self, segment: int, m: int) -> Iterator[Action]:
+        yield Action("A", segment, "b", m)
+        if self.splits(segment):
+            yield Action("A", segment, "w", m)
 
 
 _HANDED_OVER: tuple[tuple[Op, Phase], ...] = (("H", "f"), ("T", "f"), ("T", "b"), ("H", "b"))

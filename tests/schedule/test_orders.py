@@ -9,7 +9,8 @@ from lightning_afd.errors import PlanError
 from lightning_afd.placement import HEADS, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check, in_flight
-from lightning_afd.schedule.orders import ORDERS, build
+from lightning_afd.schedule.fill import Pace
+from lightning_afd.schedule.orders import ORDERS, Knobs, build, largest_group
 from lightning_afd.schedule.passes import forward_only
 from lightning_afd.schedule.shape import Schedule, Shape
 
@@ -20,7 +21,17 @@ SHAPES = st.builds(
     micro_batches=st.integers(1, 13),
     router_logits=st.booleans(),
     head=st.sampled_from(HEADS),
+    split_attention=st.booleans(),
 )
+LONG = 8
+"""A run that every shape of the grid may have: P of the most groups."""
+KNOBS = st.builds(
+    Knobs,
+    group=st.sampled_from(["auto", LONG, LONG + 3]),
+    pending=st.integers(1, 9),
+    pace=st.builds(Pace, transfer=st.sampled_from([0.0, 0.5, 3.0])),
+)
+A0 = Worker("A", 0)
 GOLDEN = {
     "sequential": """
         A0: A0f0 D0f0 C0f0 A1f0 D1f0 C1f0 A2f0 A2b0 D1b0 C1b0 A1b0 D0b0 C0b0 A0b0
@@ -33,11 +44,12 @@ GOLDEN = {
         F0: D0f0 E0f0 C0f0 D0f1 E0f1 C0f1 D1f0 E1f0 C1f0 D1f1 E1f1 C1f1
             D1b0 E1b0 C1b0 E1w0 D1b1 E1b1 C1b1 E1w1 D0b0 E0b0 C0b0 E0w0 D0b1 E0b1 C0b1 E0w1""",
 }
+GOLDEN["zero-bubble"] = GOLDEN["layer-major"].replace("E1w0 D1b1 E1b1 C1b1 E1w1", "D1b1 E1b1 C1b1 E1w0 E1w1")
 GOLDEN["af-pipe"] = GOLDEN["layer-major"]  # two micro-batches are too few to begin with backward any earlier
 
 
 def text(schedule: Schedule) -> str:
-    return " ".join(schedule.text().split()[6:])
+    return schedule.text().partition("\n")[2].replace("\n", " ")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -48,19 +60,19 @@ def test_golden_programs(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @settings(max_examples=40)
-@given(shape=SHAPES)
-def test_every_shape_can_be_executed(order: str, shape: Shape) -> None:
-    schedule = build(order, shape)
+@given(shape=SHAPES, knobs=KNOBS)
+def test_every_shape_can_be_executed(order: str, shape: Shape, knobs: Knobs) -> None:
+    schedule = build(order, shape, knobs)
     check(schedule)
     check(forward_only(schedule))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @settings(max_examples=40)
-@given(shape=SHAPES)
-def test_one_machine_could_execute_an_order_from_its_start(order: str, shape: Shape) -> None:
+@given(shape=SHAPES, knobs=KNOBS)
+def test_one_machine_could_execute_an_order_from_its_start(order: str, shape: Shape, knobs: Knobs) -> None:
     seen: set[Action] = set()
-    for action in ORDERS[order](shape):
+    for action in ORDERS[order](shape, knobs):
         assert seen.issuperset(shape.producers(action))
         seen.add(action)
 
@@ -76,7 +88,8 @@ def test_tail_on_ffn_in_order() -> None:
 
 
 def test_unknown_order_lists_the_choices() -> None:
-    with pytest.raises(PlanError, match="order='1f1b' is not known: choose one of sequential, layer-major, af-pipe"):
+    choices = "sequential, layer-major, af-pipe, zero-bubble"
+    with pytest.raises(PlanError, match=f"order='1f1b' is not known: choose one of {choices}"):
         build("1f1b", Shape(layers=1, micro_batches=1))
 
 
@@ -143,3 +156,55 @@ def test_af_pipe_holds_few_micro_batches() -> None:
     pipe, major = build("af-pipe", shape), build("layer-major", shape)
     assert [in_flight(major, worker) for worker in shape.workers()][-1] == 160
     assert [in_flight(pipe, worker) for worker in shape.workers()] == [34, 29, 31, 27]
+
+
+def test_run_is_at_most_the_group_asked_for() -> None:
+    """The default is a run of 8 here; runs cannot be shorter than the ring."""
+    shape = Shape(layers=8, groups=2, micro_batches=22)
+    held = [in_flight(build("af-pipe", shape, Knobs(group=group)), Worker("A", 0)) for group in (4, 6, 8, 11, "auto")]
+    assert held == [22, 28, 34, 43, 34]
+    with pytest.raises(PlanError, match="group=3: a ring of 4 workers needs at least 4 micro-batches in a run"):
+        build("af-pipe", shape, Knobs(group=3))
+
+
+@pytest.mark.parametrize("name", ["group", "pending"])
+def test_knobs_are_checked(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name}=0: an order needs at least 1"):
+        Knobs(**{name: 0})
+
+
+def test_group_is_as_large_as_memory_allows() -> None:
+    shape = Shape(layers=4, groups=2, micro_batches=16)
+    need = {g: in_flight(build("af-pipe", shape, Knobs(group=g)), Worker("A", 0)) for g in range(4, 9)}
+    for group, held in need.items():
+        found = largest_group("af-pipe", shape, lambda schedule, held=held: in_flight(schedule, A0) <= held)
+        assert need[found] <= held < need.get(found + 1, 10**9)
+        assert found >= group
+    with pytest.raises(PlanError, match=r"runs of 4 micro-batches, the shortest for 2 group\(s\), do not fit"):
+        largest_group("af-pipe", shape, lambda schedule: in_flight(schedule, A0) < need[4])
+
+
+def weights_put_off(program: tuple[Action, ...], op: str) -> int:
+    """The most weight gradients of a program that wait at once."""
+    most = pending = 0
+    for action in program:
+        if action.op == op:
+            pending += {"f": 0, "b": 1, "w": -1}[action.phase]
+            most = max(most, pending)
+    return most
+
+
+@pytest.mark.parametrize("pending", [1, 2, 8])
+def test_zero_bubble_puts_off_few_weight_gradients(pending: int) -> None:
+    shape = Shape(layers=8, groups=4, micro_batches=32, split_attention=True)
+    schedule = build("zero-bubble", shape, Knobs(pending=pending))
+    found = [weights_put_off(program, worker.role.replace("F", "E")) for worker, program in schedule.programs.items()]
+    assert max(found) == pending
+    assert found[0] == min(found) == min(pending, 2)
+
+
+def test_a_pace_has_all_times() -> None:
+    with pytest.raises(PlanError, match=r"lacks Ew Tb Tf Tw$"):
+        Pace(seconds={"Af": 1, "Ab": 1, "Aw": 1, "Ef": 1, "Eb": 1})
+    with pytest.raises(PlanError, match="needs times >= 0"):
+        Pace(transfer=-1)

@@ -7,7 +7,7 @@ from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check
 from lightning_afd.schedule.orders import build
-from lightning_afd.schedule.passes import forward_only, place_transfers
+from lightning_afd.schedule.passes import forward_only, in_blocks, place_transfers
 from lightning_afd.schedule.shape import Schedule, Shape
 
 A0, F0 = Worker("A", 0), Worker("F", 0)
@@ -45,3 +45,20 @@ def test_forward_only_keeps_the_forward_phase_and_its_order() -> None:
     assert forward == forward_only(forward)
     assert forward.digest() != schedule.digest()
     assert dataclasses.replace(forward, programs=schedule.programs) == schedule
+
+
+def test_blocks_receive_before_and_send_after() -> None:
+    schedule = in_blocks(build("layer-major", Shape(layers=2, micro_batches=2)))
+    assert names(schedule.programs[A0]) == (
+        "A0f0 A0f1 D0f0 D0f1 C0f0 C0f1 A1f0 A1f1 D1f0 D1f1 C1f0 A2f0 A2b0 D1b0 C1f1 A2f1 A2b1 D1b1 "
+        "C1b0 C1b1 A1b0 A1b1 D0b0 D0b1 C0b0 C0b1 A0b0 A0b1"
+    )
+    assert schedule.programs[F0] == build("layer-major", Shape(layers=2, micro_batches=2)).programs[F0]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_blocks_of_layer_major_can_be_executed(groups: int, micro_batches: int) -> None:
+    for logits in (False, True):
+        shape = Shape(layers=4, groups=groups, micro_batches=micro_batches, router_logits=logits)
+        check(in_blocks(build("layer-major", shape)))

@@ -108,6 +108,19 @@ def test_tail_on_ffn_spelled_out() -> None:
         assert " ".join(map(str, shape.places(Action.parse(name)))) == workers, name
 
 
+def test_split_attention_spelled_out() -> None:
+    whole = example()
+    split = dataclasses.replace(whole, split_attention=True)
+    added = [action for action in split.actions() if action not in set(whole.actions())]
+    assert [str(action) for action in added] == ["A3w0", "A2w0", "A1w0", "A0w0"]
+    assert [str(*split.dependencies(action)) for action in added] == ["A3b0", "A2b0", "A1b0", "A0b0"]
+    with pytest.raises(ValueError, match="A0w0 has no meaning"):
+        whole.dependencies(Action("A", 0, "w", 0))
+    # The segment that hands over to a tail on F has no weights.
+    handing = dataclasses.replace(split, head="ffn")
+    assert [action.layer for action in handing.actions() if (action.op, action.phase) == ("A", "w")] == [2, 1, 0]
+
+
 def test_actions_come_once_and_after_what_they_wait_for() -> None:
     shape = example(micro_batches=3)
     seen: set[Action] = set()
@@ -147,7 +160,7 @@ def test_sizes_are_checked(name: str) -> None:
 
 def test_fields_are_frozen() -> None:
     names = [field.name for field in dataclasses.fields(Shape)]
-    assert names == ["layers", "groups", "micro_batches", "router_logits", "head"]
+    assert names == ["layers", "groups", "micro_batches", "router_logits", "head", "split_attention"]
     assert all(field.kw_only for field in dataclasses.fields(Shape))
     with pytest.raises(dataclasses.FrozenInstanceError):
         example().layers = 4  # type: ignore[misc]
@@ -160,7 +173,7 @@ def test_digest_is_stable() -> None:
     assert build("sequential", Shape(layers=1, micro_batches=1)).digest() == SEQUENTIAL_DIGEST
 
 
-SEQUENTIAL_DIGEST = "daeb43060db12fabf7883d59135e79886fd391dc50408378a8e0ae615322c2d8"
+SEQUENTIAL_DIGEST = "4effec7f66b733642c998cbfd62e9bb096e73ce6ab316b0cc0370286ec7c9ca0"
 
 
 def _swapped(schedule: Schedule, worker: Worker) -> Schedule:
@@ -170,7 +183,14 @@ def _swapped(schedule: Schedule, worker: Worker) -> Schedule:
 
 def test_digest_changes_with_anything() -> None:
     schedule = build("af-pipe", example(4))
-    sizes = ({"layers": 4}, {"groups": 1}, {"micro_batches": 5}, {"router_logits": False}, {"head": "ffn"})
+    sizes = (
+        {"layers": 4},
+        {"groups": 1},
+        {"micro_batches": 5},
+        {"router_logits": False},
+        {"head": "ffn"},
+        {"split_attention": True},
+    )
     others = [dataclasses.replace(schedule, shape=dataclasses.replace(schedule.shape, **size)) for size in sizes]
     others += [_swapped(schedule, worker) for worker in schedule.programs]
     others.append(dataclasses.replace(schedule, order="layer-major"))

@@ -1,0 +1,288 @@
+"""Run a schedule on paper: a discrete-event simulator whose timeline has the type of measured ones.
+
+Each worker executes its program in order. Sends go to the background, receives wait, as in the runtime; times are in
+seconds. Lanes of a machine work at the same time, each on one thing after another, first come, first served: compute,
+per class of links one lane for sending and one for receiving, and one for reducing gradients. Times may be any exact
+numbers, fractions for example: the simulator only adds, divides and compares them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal
+
+from lightning_afd.errors import PlanError, ScheduleError
+from lightning_afd.placement import Layout, Role, Worker
+from lightning_afd.schedule.actions import Action, Op
+from lightning_afd.schedule.check import check_executable, in_flight
+from lightning_afd.schedule.shape import Schedule, Shape
+from lightning_afd.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A class of links: what travels over equal Links shares their lanes."""
+
+    attention: float
+    """Bytes per second that an A worker, all its ranks together, can send, and at the same time receive."""
+    ffn: float
+    """The same for an F worker."""
+    latency: float = 0
+    """Seconds from the end of sending to the arrival."""
+
+    def rate(self, role: Role) -> float:
+        """Bytes per second in each direction."""
+        return self.attention if role == "A" else self.ffn
+
+
+Machine = Callable[[Worker], Worker]
+
+
+def apart(worker: Worker) -> Worker:
+    """Every worker has lanes of its own."""
+    return worker
+
+
+def collocated(worker: Worker) -> Worker:
+    """A and F worker of a group are the same ranks, and share their lanes."""
+    return Worker("A", worker.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the actions of a step cost."""
+
+    seconds: Callable[[Action], float]
+    """Seconds of a compute action (A, E, T)."""
+    bytes: Callable[[Action], float]
+    """Bytes of a transfer (D, C, H, L), all ranks of the sender together."""
+    links: Mapping[Op, Link]
+    """What D, C, H and L travel over."""
+    imbalance: float = 1
+    """How much more than its share the busiest F rank has: experts and what an F worker sends and receives take so
+    many times as long, since everyone waits for that rank."""
+    reduce: Callable[[Worker, int], float] = lambda worker, layer: 0
+    """Seconds of the all-reduce of a layer's gradients between the ranks of a worker; it starts behind the layer's last
+    backward or weight gradient."""
+    machine: Machine = apart
+    """Whose lanes a worker uses."""
+
+
+def by_kind(shape: Shape, values: Mapping[str, float]) -> Callable[[Action], float]:
+    """Costs from a table such as {"Af": 1.0, "Ab": 2.0, "Ef": ...}; raises PlanError for an action not in it.
+
+    The tail is looked up as T, wherever it runs; where F ranks run it, the segment that hands over to it is free.
+    """
+
+    def value(action: Action) -> float:
+        if action.op == "A" and action.layer == shape.layers and shape.hands_over():
+            return 0
+        kind = ("T" if shape.runs_tail(action) else action.op) + action.phase
+        if kind not in values:
+            raise PlanError(f"no cost for {action.place()}: the table has {' '.join(values)}, add {kind}")
+        return values[kind]
+
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """One transfer, or the reduce of a layer (`action` is then the one behind which it started)."""
+
+    action: Action
+    worker: Worker
+    """The sender, or the worker that reduces."""
+    asked: float
+    """When it was handed over to its lane."""
+    start: float
+    end: float
+    """Arrival of the last byte."""
+
+
+Lane = tuple[Worker, Link | None, Literal["compute", "send", "receive", "reduce"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A simulated step."""
+
+    schedule: Schedule
+    timeline: Timeline
+    """One rank per worker; sends are instants, receives last as long as they are waited for."""
+    transfers: tuple[Carried, ...]
+    """In the order in which they started."""
+    reduces: tuple[Carried, ...]
+    busy: Mapping[Lane, float]
+    """Seconds in which each lane is occupied."""
+    events: int
+    """How many events it took: a measure of the simulator's work."""
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step, from 0 to the end of the last action or reduce."""
+        ends = [span.end for span in self.timeline.spans] + [reduce.end for reduce in self.reduces]
+        return max(ends, default=0)
+
+    @property
+    def bound(self) -> float:
+        """What no order can beat with these costs: the seconds of the busiest lane."""
+        return max(self.busy.values(), default=0)
+
+    def held(self, worker: Worker) -> int:
+        """The most (layer, micro-batch) pairs whose activations a worker holds at once."""
+        return in_flight(self.schedule, worker)
+
+    def early(self, worker: Worker) -> int:
+        """The most messages that have arrived at a worker and are not asked for yet."""
+        rank = _rank(self.timeline.layout, worker)
+        asked = {span.action: span.start for span in self.timeline.spans if span.rank == rank}
+        changes: list[tuple[float, int]] = []
+        for carried in self.transfers:
+            if carried.worker != worker and carried.action in asked and carried.end < asked[carried.action]:
+                changes += [(carried.end, 1), (asked[carried.action], -1)]
+        most = here = 0
+        for _, change in sorted(changes):
+            here += change
+            most = max(most, here)
+        return most
+
+
+def simulate(schedule: Schedule, load: Load) -> Simulation:
+    """Execute all programs of a schedule under a load; raises ScheduleError if they come to a deadlock."""
+    run = _Run(schedule, load)
+    run.to_the_end()
+    layout = Layout(attention=1, ffn=1, groups=schedule.shape.groups, head=schedule.shape.head)
+    spans = (
+        Span(action, _rank(layout, worker), start, end)
+        for worker in layout.workers()
+        for action, start, end in run.done[worker]
+    )
+    reduces = run.reduces()
+    return Simulation(
+        schedule=schedule,
+        timeline=Timeline(layout, tuple(spans)),
+        transfers=tuple(run.transfers),
+        reduces=reduces,
+        busy=dict(run.busy),
+        events=run.events,
+    )
+
+
+def _rank(layout: Layout, worker: Worker) -> int:
+    return layout.ranks_of(worker)[0]
+
+
+class _Run:
+    """Events in the order of time: a worker goes on with its program, or a message starts on its way."""
+
+    def __init__(self, schedule: Schedule, load: Load) -> None:
+        self._schedule = schedule
+        self._load = load
+        self._places = dict.fromkeys(schedule.programs, 0)
+        self._free: dict[Lane, float] = defaultdict(int)
+        self._arrived: dict[Action, float] = {}
+        self._waiting: dict[Action, tuple[Worker, float]] = {}
+        self._queue: list[tuple[float, int, Worker | Action]] = []
+        self._asked: dict[Action, float] = {}
+        self.done: dict[Worker, list[tuple[Action, float, float]]] = {worker: [] for worker in schedule.programs}
+        self.transfers: list[Carried] = []
+        self.busy: dict[Lane, float] = defaultdict(int)
+        self.events = 0
+
+    def to_the_end(self) -> None:
+        for worker in self._schedule.programs:
+            self._push(0, worker)
+        while self._queue:
+            now, _, what = heappop(self._queue)
+            if isinstance(what, Action):
+                self._start(what, now)
+            else:
+                self._go_on(what, now)
+        if self._waiting:
+            check_executable(self._schedule)
+            raise ScheduleError(f"nothing happens any more, and {' '.join(map(str, self._waiting))} never came")
+
+    def _push(self, time: float, what: Worker | Action) -> None:
+        """Events at the same time happen in the order in which they were found."""
+        self.events += 1
+        heappush(self._queue, (time, self.events, what))
+
+    def _go_on(self, worker: Worker, now: float) -> None:
+        """Execute a program up to its next action that takes time."""
+        program, shape = self._schedule.programs[worker], self._schedule.shape
+        while self._places[worker] < len(program):
+            action = program[self._places[worker]]
+            self._places[worker] += 1
+            if not action.is_transfer:
+                return self._compute(worker, action, now)
+            if worker == shape.endpoints(action)[0]:
+                self._send(worker, action, now)
+            elif action not in self._arrived:
+                self._waiting[action] = worker, now
+                return None
+            elif self._arrived[action] > now:
+                return self._receive(worker, action, now)
+            else:
+                self.done[worker].append((action, now, now))
+
+    def _compute(self, worker: Worker, action: Action, now: float) -> None:
+        factor = self._load.imbalance if action.op == "E" else 1
+        lane: Lane = (self._load.machine(worker), None, "compute")
+        start, end = self._occupy(lane, now, self._load.seconds(action) * factor)
+        self.done[worker].append((action, start, end))
+        self._push(end, worker)
+
+    def _send(self, worker: Worker, action: Action, now: float) -> None:
+        """Put a message behind those that the worker sends over the same class of links."""
+        self.done[worker].append((action, now, now))
+        self._asked[action] = now
+        start, _ = self._occupy(*self._claim(worker, action, now, "send"))
+        self._push(start, action)
+
+    def _start(self, action: Action, now: float) -> None:
+        """A message leaves; it has arrived when both ends are through with it."""
+        sender, receiver = self._schedule.shape.endpoints(action)
+        _, end = self._occupy(*self._claim(receiver, action, now, "receive"))
+        *_, sending = self._claim(sender, action, now, "send")
+        arrival = max(end, now + sending) + self._load.links[action.op].latency
+        self.transfers.append(Carried(action, sender, self._asked.pop(action), now, arrival))
+        self._arrived[action] = arrival
+        if action in self._waiting:
+            worker, since = self._waiting.pop(action)
+            self._receive(worker, action, since)
+
+    def _receive(self, worker: Worker, action: Action, now: float) -> None:
+        self.done[worker].append((action, now, self._arrived[action]))
+        self._push(self._arrived[action], worker)
+
+    def _claim(
+        self, worker: Worker, action: Action, now: float, way: Literal["send", "receive"]
+    ) -> tuple[Lane, float, float]:
+        """The lane that one end of a message needs, from when, and for how many seconds."""
+        link = self._load.links[action.op]
+        factor = self._load.imbalance if worker.role == "F" else 1
+        return (self._load.machine(worker), link, way), now, self._load.bytes(action) * factor / link.rate(worker.role)
+
+    def _occupy(self, lane: Lane, now: float, seconds: float) -> tuple[float, float]:
+        """Start and end of the next turn on a lane."""
+        start = max(now, self._free[lane])
+        self._free[lane] = start + seconds
+        self.busy[lane] += seconds
+        return start, start + seconds
+
+    def reduces(self) -> tuple[Carried, ...]:
+        """The reduces of all layers, each worker's one after another."""
+        found = []
+        for worker, done in self.done.items():
+            last = {
+                action.layer: (end, action) for action, _, end in done if action.phase in "bw" and action.op in "AET"
+            }
+            for layer, (asked, action) in last.items():
+                seconds = self._load.reduce(worker, layer)
+                if seconds:
+                    lane: Lane = (self._load.machine(worker), None, "reduce")
+                    found.append(Carried(action, worker, asked, *self._occupy(lane, asked, seconds)))
+        return tuple(found)
