@@ -133,9 +133,9 @@ def test_resume_with_two_groups_is_bit_exact(pool: RankPool, tmp_path: Path) -> 
     one_group = pool.run(run_to_the_end, 2, Run(layout="1A+1F"), Saver(None), 0, None)
     assert all(torch.equal(a, b) for a, b in zip(ranks[0][0].masks, one_group[0].masks, strict=True))
     assert ranks[0][0].losses == pytest.approx(one_group[0].losses, rel=1e-5)
-    held = [set(torch.load(path / f"rank-{rank}.ckpt", weights_only=True)["state_dict"]) for rank in range(4)]
-    assert held == [set(through.weights) for through, _ in ranks]
-    assert sum(map(len, held)) == len(set().union(*held)) == len(dict(resumable().named_parameters()))
+    held = [set(through.weights) for through, _ in ranks]
+    names = set(dict(resumable().named_parameters()))
+    assert sum(map(len, held)) == len(set().union(*held)) == len(names) and names <= set(CheckpointReader(path).names())
 
 
 def test_fewer_expert_ranks_leave_dropout_as_it_was(

@@ -68,7 +68,7 @@ def test_it_equals_adding_it_by_hand(pool: RankPool, run: Run, options: dict[str
     for _, logged, _ in ranks:
         assert logged["router_z_loss"] == pytest.approx(wanted["z"], rel=1e-9)
         assert logged["train_loss"] == pytest.approx(wanted["train_loss"] - COEFFICIENT * wanted["z"], rel=1e-9)
-    for _, _, loss in ranks[: run.groups * run.sizes[0]]:
+    for _, _, loss in ranks[: run.sizes[0]]:  # batch hooks of a module run on A group 0
         assert loss == pytest.approx(wanted["train_loss"], rel=1e-6)
 
 
