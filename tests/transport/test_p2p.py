@@ -199,4 +199,5 @@ def test_failure_of_one_rank_is_the_users_exception_with_its_place(pool: RankPoo
     first = failure.value.errors[0]
     assert first.type_name == "ZeroDivisionError"
     assert "rank 0 (A0) failed in A1f0: layer 1, micro-batch 0" in first.traceback
-    assert "failed in D1f" in failure.value.errors[1].traceback
+    # Which dispatch it still waits for depends on what had arrived before the connection broke.
+    assert "rank 1 (F0) failed in D" in failure.value.errors[1].traceback
