@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -80,15 +80,21 @@ class FailureBoard:
             cause = self.notes.cause()
             return error if cause is None or cause[0] == self.rank else _as_error(*cause)
         self.notes.alarm()
-        deadline = time.monotonic() + self.patience.cause
-        while (cause := self.notes.cause()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        cause = self._wait_for_cause()
+        if cause is None and not self.notes.may_judge():
+            cause = self._wait_for_cause()
         if cause is None:
             seen = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
             verdict = self.notes.verdict(seen)
             self.notes.leave_cause(PeerFailure.__name__, verdict)
             cause = self.notes.cause() or (self.rank, PeerFailure.__name__, verdict)
         return _as_error(*cause)
+
+    def _wait_for_cause(self) -> Sequence[Any] | None:
+        deadline = time.monotonic() + self.patience.cause
+        while (cause := self.notes.cause()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return cause
 
     def close(self) -> None:
         """This rank stops by itself; rank 0, which hosts the store, stays until the others have stopped as well."""
@@ -97,6 +103,8 @@ class FailureBoard:
         deadline = time.monotonic() + self.patience.readers
         while self.rank == 0 and not self.notes.all_closed() and time.monotonic() < deadline:
             time.sleep(0.02)
+        if self.rank == 0:
+            self.notes.dismiss()
 
 
 def _is_consequence(error: BaseException) -> bool:

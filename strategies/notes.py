@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from lightning_afd.strategies.launcher import describe_exit
 
 _CAUSE = "afd/cause"
 _CLOSED = "afd/closed"
+_ALARMED, _JUDGED = "afd/alarmed", "afd/judged"
 ALARM, STOP = "alarm", "stop"
 """What wakes the watching thread of a rank."""
 
@@ -48,13 +49,21 @@ class Notes:
         return json.loads(self._store.get(_CAUSE)) if self._try("check", [_CAUSE]) else None
 
     def alarm(self) -> None:
-        """Wake the watching threads of all ranks."""
-        for rank in range(self._layout.world):
-            self._try("compare_set", _alarm(rank), "", ALARM)
+        """Wake the watching threads of all ranks; one rank does it, so that the store gets one request per rank."""
+        if self._is_first(_ALARMED):
+            self._tell(range(self._layout.world), ALARM)
 
     def stop(self) -> None:
         """Wake this rank's watching thread, as its work is done."""
-        self._try("compare_set", _alarm(self._rank), "", STOP)
+        self._tell([self._rank], STOP)
+
+    def dismiss(self) -> None:
+        """The store is taken away though some ranks are still busy: to them its end shall be no alarm."""
+        self._tell(range(self._layout.world), STOP)
+
+    def may_judge(self) -> bool:
+        """Whether this rank, the first to ask, is the one that finds out who is to blame."""
+        return self._is_first(_JUDGED)
 
     def answer(self, activity: Activity) -> None:
         """Say what this rank is doing."""
@@ -109,6 +118,14 @@ class Notes:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._layout.worker_of(rank)})"
+
+    def _tell(self, ranks: Iterable[int], word: str) -> None:
+        for rank in ranks:
+            self._try("compare_set", _alarm(rank), "", word)
+
+    def _is_first(self, key: str) -> bool:
+        """Whether nobody has asked before, or nobody can be asked."""
+        return self._try("add", key, 1) in (1, None)
 
     def _try(self, operation: str, *args: Any) -> Any:
         try:

@@ -157,3 +157,23 @@ def test_a_collective_outside_of_a_step_is_waiting(monkeypatch: pytest.MonkeyPat
     with pytest.raises(StopIteration):
         dist.barrier()
     assert [(a.place, a.state) for a in seen] == [("outside of a step, in barrier", "waits")]
+
+
+def test_ranks_that_are_dismissed_may_go_on_without_the_store() -> None:
+    """Rank 0 is done and takes the store away while another rank still works: the others are not ended by force."""
+    store = dist.HashStore()
+    notes_of(store).dismiss()
+    assert notes_of(store, 3).wait() == STOP
+    notes_of(store, 1).alarm()
+    assert notes_of(store, 3).wait() == STOP
+
+
+def test_one_rank_judges_and_one_wakes_the_others() -> None:
+    store = dist.HashStore()
+    assert [notes_of(store, rank).may_judge() for rank in range(4)] == [True, False, False, False]
+    notes_of(store, 2).alarm()
+    assert [notes_of(store, rank).wait() for rank in range(4)] == [ALARM] * 4
+
+
+def test_whoever_cannot_ask_judges_alone() -> None:
+    assert notes_of(None).may_judge()
