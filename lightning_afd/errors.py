@@ -4,6 +4,7 @@ AFDError
 ├── PlanError (ValueError)         what the user asked for cannot work: numbers and a remedy
 ├── ScheduleError (ValueError)     a schedule that cannot be executed: the grid and the place
 ├── CheckpointError (ValueError)   a checkpoint that is incomplete, of another model, or not safe to load
+├── RecordingError (ValueError)    a file that is no recorded step, damaged, or of another version
 ├── ProtocolError (RuntimeError)   a message is not the one that the receiver waits for
 │   └── StaleMessage               the message belongs to another step, attempt or expert map
 └── PeerFailure (RuntimeError)     another rank failed first: its rank, role, action and exception
@@ -24,6 +25,10 @@ class ScheduleError(AFDError, ValueError):
 
 class CheckpointError(AFDError, ValueError):
     """A checkpoint that is incomplete, belongs to another model, or cannot be loaded safely."""
+
+
+class RecordingError(AFDError, ValueError):
+    """A file that is no recorded step, is damaged, or was written by another version."""
 
 
 class ProtocolError(AFDError, RuntimeError):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from lightning_afd.placement import Layout, Role
 from lightning_afd.schedule.actions import Action
+
+Lane = Literal["compute", "send", "receive", "reduce"]
+"""What a rank is doing: it computes, packs and sends a message, waits for one, or sums gradients over replicas."""
+LANES: tuple[Lane, ...] = ("compute", "send", "receive", "reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +29,80 @@ class Span:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One chunk of dense gradients, summed over the ranks that hold the same parameters, in seconds like a Span."""
+
+    chunk: int
+    rank: int
+    start: float
+    end: float
+    nbytes: float = 0
+    """Size of the chunk; 0 where it is not known."""
+
+    def __str__(self) -> str:
+        return f"S{self.chunk}"
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step."""
+    """The spans of one step; each rank's stand in the order in which it executed them."""
 
     layout: Layout
     spans: tuple[Span, ...]
+    reduces: tuple[Reduce, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Span | Reduce, ...]:
+        """Everything that takes time on a rank."""
+        return (*self.spans, *self.reduces)
+
+    @property
+    def start(self) -> float:
+        """When the first action of any rank begins."""
+        return min((part.start for part in self.parts), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last action or reduce of any rank ends."""
+        return max((part.end for part in self.parts), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step."""
+        return self.end - self.start
+
+    @cached_property
+    def by_rank(self) -> Mapping[int, tuple[Span, ...]]:
+        """The spans of each rank that has any, by ascending rank."""
+        found: dict[int, list[Span]] = {}
+        for span in self.spans:
+            found.setdefault(span.rank, []).append(span)
+        return {rank: tuple(found[rank]) for rank in sorted(found)}
+
+    def lane(self, span: Span) -> Lane:
+        """Where a span belongs."""
+        if not span.action.is_transfer:
+            return "compute"
+        return "receive" if self.waits(span) else "send"
 
     def waits(self, span: Span) -> bool:
         """Whether the span is a receive."""
-        return is_receive(span.action, self._role(span.rank), segments_of(self._of(span.rank)))
+        return is_receive(span.action, *self._places[span.rank])
 
     def exposed(self, rank: int) -> float:
         """Share of a rank's step in which it waits for messages (0..1)."""
-        return exposed_share(self._of(rank), self._role(rank))
+        return exposed_share(self.by_rank.get(rank, ()), self.layout.worker_of(rank).role)
 
-    def _of(self, rank: int) -> list[Span]:
-        return [span for span in self.spans if span.rank == rank]
-
-    def _role(self, rank: int) -> Role:
-        return self.layout.worker_of(rank).role
+    @cached_property
+    def _places(self) -> Mapping[int, tuple[Role, frozenset[int]]]:
+        """Role and attention segments of each rank."""
+        ranks = self.by_rank.items()
+        return {rank: (self.layout.worker_of(rank).role, segments_of(spans)) for rank, spans in ranks}
 
 
 def exposed_share(spans: Sequence[Span], role: Role) -> float:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from recorded import spans
 
 from lightning_afd.placement import Layout, Role
-from lightning_afd.schedule.actions import Action
-from lightning_afd.timeline import Span, Timeline, exposed_share, waiting_seconds
-
-
-def spans(text: str, rank: int = 0) -> list[Span]:
-    """`A0f0 1-3, C0f0 3-4`: actions with start and end in seconds."""
-    found = []
-    for part in text.split(", "):
-        name, times = part.split()
-        start, end = map(float, times.split("-"))
-        found.append(Span(Action.parse(name), rank, start, end))
-    return found
-
+from lightning_afd.timeline import Timeline, exposed_share, waiting_seconds
 
 ATTENTION = "A0f0 10-13, D0f0 13-14, A0f1 14-15, C0f0 15-17, A1f0 17-18, C0b0 19-20"
 FFN = "D0f0 11-14, E0f0 14-15, C0f0 15-16, D0b0 16-18.5, E0b0 18.5-19"
@@ -53,5 +42,7 @@ def test_timeline_tells_ranks_and_roles_apart() -> None:
     timeline = Timeline(Layout(attention=1, ffn=1), (*spans(ATTENTION, 0), *spans(FFN, 1)))
     assert timeline.exposed(0) == pytest.approx(0.3)
     assert timeline.exposed(1) == pytest.approx(5.5 / 8)
+    assert (timeline.start, timeline.end, timeline.seconds) == (10.0, 20.0, 10.0)
+    assert [timeline.lane(span) for span in spans(ATTENTION)[:4]] == ["compute", "send", "compute", "receive"]
     waits = [str(span.action) for span in timeline.spans if timeline.waits(span)]
     assert waits == ["C0f0", "C0b0", "D0f0", "D0b0"]

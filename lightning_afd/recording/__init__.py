@@ -1,0 +1,11 @@
+"""Recorded steps (no torch).
+
+record.py   the value: a timeline and what explains it
+saved.py    one JSON file per step: save, load, recordings_in
+chrome.py   the same for chrome://tracing and Perfetto
+"""
+
+from lightning_afd.recording.record import RankClock, Recording, Traffic, Versions
+from lightning_afd.recording.saved import load, recordings_in, save
+
+__all__ = ["RankClock", "Recording", "Traffic", "Versions", "load", "recordings_in", "save"]
