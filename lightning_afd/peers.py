@@ -54,5 +54,13 @@ class Peers:
         sender, receiver = self.shape.endpoints(action)
         return self._rank_of(sender, replica), self._rank_of(receiver, replica)
 
+    def senders(self, action: Action) -> tuple[int, ...]:
+        """The ranks whose messages this rank takes in a transfer to its worker; none where others of it have tails."""
+        if action.op in "DC":
+            return tuple(self.layout.ranks_of(self.shape.endpoints(action)[0]))
+        worker = self.layout.worker_of(self.rank)
+        replicas = (self.layout.index_of(self.rank),) if worker.role == "A" else self.layout.tails_of(self.rank)
+        return tuple(self.counterparts(action, replica)[0] for replica in replicas)
+
     def _rank_of(self, worker: Worker, replica: int) -> int:
         return self.layout.ranks_of(worker)[replica] if worker.role == "A" else self.layout.tail_rank(replica)

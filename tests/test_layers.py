@@ -20,7 +20,7 @@ PACKAGE = "lightning_afd"
 MAX_LINES = 350
 
 PURE = (
-    *("errors", "placement", "schedule", "peers", "timeline", "draw", "waits", "recording"),
+    *("errors", "placement", "schedule", "peers", "timeline", "draw", "waits", "regime", "recording"),
     *("cost", "simulate", "allocate", "tune"),
 )
 TORCH = (

@@ -1,0 +1,210 @@
+"""What a rank waited for: the other side's computation, or the network; measured and simulated steps alike.
+
+A rank waits in a receive. Until the last of its senders has begun to send, it waits for them: for A ranks (wait_for_A)
+or for F ranks (wait_for_F), who are still computing or waiting themselves. From then on it waits for the network
+(wait_for_net): packing, queues of the NIC and the way itself. What is left of a step, when a rank neither works nor
+waits for a message, is its bubble: before its first action, behind its last one, and between two of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import TypeVar
+
+from lightning_afd.errors import ScheduleError
+from lightning_afd.peers import Peers
+from lightning_afd.placement import Role
+from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.shape import Shape
+from lightning_afd.timeline import Reduce, Span, Timeline
+
+CAUSES = ("wait_for_A", "wait_for_net", "wait_for_F")
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One receive."""
+
+    span: Span
+    sender: Role
+    sent: float
+    """When the last of the senders began, but no earlier than the receive and no later than its end."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Its two parts, by cause."""
+        return {
+            f"wait_for_{self.sender}": self.sent - self.span.start,
+            "wait_for_net": self.span.end - self.sent,
+        }
+
+
+def waits_of(timeline: Timeline, shape: Shape) -> tuple[Wait, ...]:
+    """Every receive of a step, by rank, in the order of execution; `shape` is that of the schedule.
+
+    Raises ScheduleError for a message that nobody sent.
+    """
+    began = {(span.rank, span.action): span.start for span in timeline.spans if span.action.is_transfer}
+    found = []
+    for rank, spans in timeline.by_rank.items():
+        peers, worker = Peers(timeline.layout, shape, rank), timeline.layout.worker_of(rank)
+        receives = (s for s in spans if s.action.is_transfer and shape.endpoints(s.action)[1] == worker)
+        found += [_wait(span, senders, timeline, began) for span in receives if (senders := peers.senders(span.action))]
+    return tuple(found)
+
+
+def _wait(span: Span, senders: Sequence[int], timeline: Timeline, began: Mapping[tuple[int, Action], float]) -> Wait:
+    missing = [rank for rank in senders if (rank, span.action) not in began]
+    if missing:
+        raise ScheduleError(f"rank {span.rank} waits in {span.action}, but the timeline has none of rank {missing[0]}")
+    last = max(began[rank, span.action] for rank in senders)
+    role = timeline.layout.worker_of(senders[0]).role
+    return Wait(span, role, min(max(last, span.start), span.end))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """How a rank spends a step, or several ranks on the average: seconds that add up to `step`."""
+
+    compute: float
+    send: float
+    """Packing messages and handing them over."""
+    reduce: float
+    """Sums of gradients over replicas that hide behind nothing else."""
+    wait_for_A: float
+    wait_for_net: float
+    wait_for_F: float
+    bubble: float
+    """Whatever is left."""
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step, from the first action of any rank to the end of the last one."""
+        return sum(self.seconds().values())
+
+    @property
+    def busy(self) -> float:
+        """Seconds of own work."""
+        return self.compute + self.send
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of waiting for messages."""
+        return self.wait_for_A + self.wait_for_net + self.wait_for_F
+
+    def seconds(self) -> dict[str, float]:
+        """All parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def shares(self) -> dict[str, float]:
+        """All parts, and busy and exposed, over the step (0..1)."""
+        step = self.step or 1.0
+        parts = self.seconds() | {"busy": self.busy, "exposed": self.exposed}
+        return {name: seconds / step for name, seconds in parts.items()}
+
+
+def usage_of(timeline: Timeline, waits: Sequence[Wait]) -> dict[int, Usage]:
+    """How each rank spends the step."""
+    waited = {rank: dict.fromkeys(CAUSES, 0.0) for rank in timeline.by_rank}
+    for wait in waits:
+        for cause, seconds in wait.seconds.items():
+            waited[wait.span.rank][cause] += seconds
+    reduces = _grouped(timeline.reduces, lambda reduce: reduce.rank)
+    step = timeline.seconds
+    found = {}
+    for rank, spans in timeline.by_rank.items():
+        compute = sum(span.seconds for span in spans if not span.action.is_transfer)
+        transfer = sum(span.seconds for span in spans if span.action.is_transfer)
+        waiting = waited[rank]
+        send = transfer - sum(waiting.values())
+        reduce = _uncovered(reduces.get(rank, []), spans)
+        bubble = step - compute - transfer - reduce
+        found[rank] = Usage(compute=compute, send=send, reduce=reduce, bubble=bubble, **waiting)
+    return found
+
+
+def _uncovered(reduces: Iterable[Reduce], spans: Sequence[Span]) -> float:
+    """Seconds of reduces in which their rank executes no action."""
+    ends, total = [span.end for span in spans], 0.0
+    for reduce in reduces:
+        total += reduce.seconds
+        for span in spans[bisect_left(ends, reduce.start) :]:
+            if span.start >= reduce.end:
+                break
+            total -= min(span.end, reduce.end) - max(span.start, reduce.start)
+    return total
+
+
+def mean_usage(usages: Iterable[Usage]) -> Usage:
+    """The average of several ranks (at least one)."""
+    every = [usage.seconds() for usage in usages]
+    return Usage(**{name: sum(one[name] for one in every) / len(every) for name in every[0]})
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of several durations in seconds: each is the smallest that so many percent do not exceed."""
+
+    count: int
+    total: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Quantiles:
+        """Of at least one duration."""
+        ordered = sorted(seconds)
+        p50, p95, p99 = (ordered[ceil(len(ordered) * percent / 100) - 1] for percent in (50, 95, 99))
+        return cls(len(ordered), sum(ordered), p50, p95, p99)
+
+
+def waits_by_message(waits: Iterable[Wait]) -> dict[str, dict[str, Quantiles]]:
+    """Waits by op and phase of the message (`Df`), then by cause."""
+    return {kind: _by_cause(own) for kind, own in _grouped(waits, _message).items()}
+
+
+def waits_by_stage(waits: Iterable[Wait], shape: Shape) -> dict[str, dict[str, Quantiles]]:
+    """Waits by the stage whose input was missing (attention segment `A3`, experts `E3`, tail `T4`), then by cause."""
+    return {stage: _by_cause(own) for stage, own in _grouped(waits, lambda w: stage_of(w.span.action, shape)).items()}
+
+
+def compute_by_stage(timeline: Timeline) -> dict[str, Quantiles]:
+    """Durations of compute actions by op, layer and phase (`A3f`)."""
+    spans = [span for span in timeline.spans if not span.action.is_transfer]
+    stages = _grouped(spans, lambda span: f"{span.action.op}{span.action.layer}{span.action.phase}")
+    return {stage: Quantiles.of(span.seconds for span in own) for stage, own in stages.items()}
+
+
+def stage_of(action: Action, shape: Shape) -> str:
+    """The stage that computes an action, or that needs what a transfer brings."""
+    if not action.is_transfer:
+        return f"{action.op}{action.layer}"
+    if action.op == "D":
+        return f"E{action.layer}"
+    if action.phase == "b":
+        return f"A{action.layer}"
+    to_tail = action.op == "L" or action.layer == shape.layers
+    return f"{'T' if shape.hands_over() else 'A'}{shape.layers}" if to_tail else f"A{action.layer + 1}"
+
+
+def _message(wait: Wait) -> str:
+    return wait.span.action.op + wait.span.action.phase
+
+
+def _by_cause(waits: Sequence[Wait]) -> dict[str, Quantiles]:
+    seconds = {cause: [w.seconds[cause] for w in waits if cause in w.seconds] for cause in CAUSES}
+    return {cause: Quantiles.of(values) for cause, values in seconds.items() if values}
+
+
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by key, in the order in which keys come up."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
