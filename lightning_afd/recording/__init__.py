@@ -5,7 +5,18 @@ saved.py    one JSON file per step: save, load, recordings_in
 chrome.py   the same for chrome://tracing and Perfetto
 """
 
+from lightning_afd.recording.chrome import chrome_trace, write_chrome_trace
 from lightning_afd.recording.record import RankClock, Recording, Traffic, Versions
 from lightning_afd.recording.saved import load, recordings_in, save
 
-__all__ = ["RankClock", "Recording", "Traffic", "Versions", "load", "recordings_in", "save"]
+__all__ = [
+    "RankClock",
+    "Recording",
+    "Traffic",
+    "Versions",
+    "chrome_trace",
+    "load",
+    "recordings_in",
+    "save",
+    "write_chrome_trace",
+]

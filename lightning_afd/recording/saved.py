@@ -37,7 +37,8 @@ def file_name(global_step: int) -> str:
 
 def recordings_in(run: str | Path) -> list[Path]:
     """The files of all recordings of a run, by step: in `run`/trace."""
-    return sorted(Path(run, FOLDER).glob("step-*.json"))
+    found = {path.stem.removeprefix("step-"): path for path in Path(run, FOLDER).glob("step-*.json")}
+    return [found[number] for number in sorted(filter(str.isdigit, found), key=int)]
 
 
 def save(recording: Recording, folder: str | Path) -> Path:

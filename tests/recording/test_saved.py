@@ -12,7 +12,7 @@ from recorded import recorded, simulated
 
 from lightning_afd.errors import RecordingError
 from lightning_afd.placement import ExpertMap
-from lightning_afd.recording import Recording, load, recordings_in, save
+from lightning_afd.recording import Recording, load, recordings_in, save, write_chrome_trace
 from lightning_afd.recording.saved import encode
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
@@ -35,8 +35,15 @@ def test_recording_comes_back_as_it_was(recording: Recording, tmp_path: Path) ->
     path = save(recording, tmp_path / "trace")
     assert path == tmp_path / "trace" / "step-00000050.json"
     assert load(path) == recording
-    assert recordings_in(tmp_path) == [path]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_recordings_of_a_run_stand_in_the_order_of_steps(tmp_path: Path) -> None:
+    assert recordings_in(tmp_path) == []
+    steps = (150, 50, 10**9)
+    paths = {step: save(recorded(global_step=step), tmp_path / "trace") for step in steps}
+    write_chrome_trace(recorded(), tmp_path / "trace" / "step-00000050.chrome.json")
+    assert recordings_in(tmp_path) == [paths[step] for step in sorted(steps)]
 
 
 def test_loss_may_be_no_number(tmp_path: Path) -> None:
