@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,17 @@ class AFDStrategy(SavingStrategy):
         return None if self._tracer is None else self._tracer.figures
 
     def gather_timeline(self) -> Timeline | None:
-        """Collective: the spans of the last step of all ranks, on rank 0; None on the others.
+        """Collective: what all ranks did in the last step, on rank 0; None on the others.
 
         Times are comparable between ranks of one host.
         """
         assert self.engine is not None
-        spans = self.transport.gather_object(self.engine.runtime.spans)
-        return None if spans is None else Timeline(self.layout, tuple(span for part in spans for span in part))
+        runtime = self.engine.runtime
+        parts = self.transport.gather_object((runtime.spans, runtime.reduces))
+        if parts is None:
+            return None
+        spans, reduces = (tuple(chain.from_iterable(each)) for each in zip(*parts, strict=True))
+        return Timeline(self.layout, spans, reduces)
 
     @override
     def expert_maps(self) -> list[dict[str, Any]]:
