@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_afd.expert_load import ExpertCounts
 from lightning_afd.model.coroutine import Host, Segment
+from lightning_afd.model.input_first import WeightGradients
 from lightning_afd.model.routing import Router
 from lightning_afd.peers import Peers
 from lightning_afd.runtime import Handlers
@@ -32,6 +33,8 @@ class _InFlight:
     """A micro-batch and what has arrived for it; `work` is None where this rank has no rows for it."""
 
     work: MicroBatch | None
+    put_off: dict[int, WeightGradients] = field(default_factory=dict)
+    """Weight gradients of segments whose input gradients are done; they outlive `work`."""
     segment: Segment | None = None
     sent: dict[int, Sent] = field(default_factory=dict)
     """Routes of own layers, and of the layers before own segments."""
@@ -72,8 +75,9 @@ class AttentionRank:
         self.tokens = 0
         self.z_losses = []
         segments = self._peers.owned_segments
-        works = [MicroBatch(self._host, step, self._shape.layers, segments) for step in steps]
-        self._flight = [_InFlight(work) for work in works]
+        layers, split = self._shape.layers, self._shape.split_attention
+        works = [MicroBatch(self._host, step, layers, segments, input_first=split) for step in steps]
+        self._flight = [_InFlight(work, work.put_off) for work in works]
         self._flight += [_InFlight(None) for _ in range(micro_batches - len(works))]
         self.results = [None] * len(works)
 
@@ -90,6 +94,7 @@ class AttentionRank:
             ("D", "f"): self._dispatch,
             ("C", "f"): self._combine,
             ("A", "b"): self._attention_backward,
+            ("A", "w"): self._attention_weights,
             ("D", "b"): self._dispatch_gradient,
             ("C", "b"): self._combine_gradient,
             ("H", "f"): self._hop_or_hand_over,
@@ -227,6 +232,13 @@ class AttentionRank:
         flight.dx_TH = flight.dw_TK = flight.dh_TH = None
         if action.layer == self._peers.segments[0]:
             self._finish(flight)
+
+    def _attention_weights(self, action: Action) -> None:
+        """Weight gradients that the segment's backward has put off; nothing where it ran as a whole."""
+        put_off = self._flight[action.micro_batch].put_off.pop(action.layer, None)
+        if put_off is not None:
+            with self._host.backward():
+                put_off.run()
 
     def _dispatch_gradient(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]

@@ -245,7 +245,7 @@ class Engine:
     def schedule(self, micro_batches: int, *, training: bool) -> Schedule:
         key = (micro_batches, training)
         if key not in self._schedules:
-            schedule = build(self.plan.order, self.plan.shape(micro_batches))
+            schedule = build(self.plan.order, self.plan.shape(micro_batches), self.plan.knobs)
             schedule = schedule if training else forward_only(schedule)
             check(schedule)
             self._schedules[key] = schedule
