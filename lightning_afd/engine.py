@@ -35,6 +35,7 @@ from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Worker
 from lightning_afd.plan import Plan
+from lightning_afd.receives import Receives
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check
@@ -221,12 +222,13 @@ class Engine:
         program = self.program(micro_batches, training=training)
         self._step += 1
         self.link.begin(self._step)
+        receives = Receives(self.link, self._peers, program)
         try:
             if isinstance(self._role, AttentionRank):
-                self._role.begin(steps, micro_batches, training=training)
+                self._role.begin(steps, micro_batches, receives, training=training)
             else:
-                self._role.begin(micro_batches, training=training)
-                self._role.tails.begin(tails, micro_batches, training=training)
+                self._role.begin(receives, training=training)
+                self._role.tails.begin(tails, micro_batches, receives, training=training)
             self.runtime.run(program)
             self.link.release()
             return self._role.results if isinstance(self._role, AttentionRank) else []

@@ -22,7 +22,8 @@ MAX_LINES = 350
 PURE = ("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", "simulate", "allocate", "tune")
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
-    *("runtime", "tail_rank", "attention_rank", "ffn_rank", "engine", "checkpoint", "measure"),
+    *("runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank", "engine"),
+    *("checkpoint", "measure"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING
