@@ -35,10 +35,11 @@ from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Worker
 from lightning_afd.plan import Plan
+from lightning_afd.receives import Receives
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check
-from lightning_afd.schedule.orders import DEFAULTS, build
+from lightning_afd.schedule.orders import build
 from lightning_afd.schedule.passes import forward_only
 from lightning_afd.schedule.shape import Schedule
 from lightning_afd.segments import UserStep
@@ -69,7 +70,6 @@ class Engine:
         self.runtime: Runtime
         self.expert_counts: ExpertCounts
         self.device = torch.device("cpu")
-        self.knobs = DEFAULTS
         """With the plan all that schedules are built from."""
         self.executed: Schedule
         """The schedule of the last step."""
@@ -225,15 +225,17 @@ class Engine:
         `tail_results` what they returned.
         """
         self.executed = self.schedule(micro_batches, training=training)
+        program = self.executed.programs[self.worker]
         self._step += 1
         self.link.begin(self._step)
+        receives = Receives(self.link, self._peers, program)
         try:
             if isinstance(self._role, AttentionRank):
-                self._role.begin(steps, micro_batches, training=training)
+                self._role.begin(steps, micro_batches, receives, training=training)
             else:
-                self._role.begin(micro_batches, training=training)
-                self._role.tails.begin(tails, micro_batches, training=training)
-            self.runtime.run(self.executed.programs[self.worker])
+                self._role.begin(receives, training=training)
+                self._role.tails.begin(tails, micro_batches, receives, training=training)
+            self.runtime.run(program)
             self.link.release()
             return self._role.results if isinstance(self._role, AttentionRank) else []
         finally:
@@ -251,7 +253,7 @@ class Engine:
     def schedule(self, micro_batches: int, *, training: bool) -> Schedule:
         key = (micro_batches, training)
         if key not in self._schedules:
-            schedule = build(self.plan.order, self.plan.shape(micro_batches), self.knobs)
+            schedule = build(self.plan.order, self.plan.shape(micro_batches), self.plan.knobs)
             schedule = schedule if training else forward_only(schedule)
             check(schedule)
             self._schedules[key] = schedule

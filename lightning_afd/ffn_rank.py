@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.shared import WithShared
 from lightning_afd.peers import Peers
+from lightning_afd.receives import Receives
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.tail_rank import TailRank
-from lightning_afd.transport.link import Link, Posted, PostedDispatch
+from lightning_afd.transport.link import Link
 from lightning_afd.transport.wire import Section
 
 
@@ -48,25 +48,18 @@ class FFNRank:
         self._link = link
         self._shards = shards
         self._peers = peers
-        self._next = dict(pairwise((*peers.layers, None)))
-        self._previous = dict(pairwise((*reversed(peers.layers), None)))
         self._training = False
-        self._dispatches: dict[int, list[PostedDispatch]] = {}
-        self._gradients: dict[int, list[Posted]] = {}
+        self._receives: Receives
         self._gathered: dict[tuple[int, int], _Gathered] = {}
         self.received_rows = 0
 
-    def begin(self, micro_batches: int, *, training: bool) -> None:
-        """Offer buffers for the first dispatch of every micro-batch."""
-        self._training = training
+    def begin(self, receives: Receives, *, training: bool) -> None:
+        """Start a step."""
+        self._receives, self._training = receives, training
         self.received_rows = 0
-        for micro_batch in range(micro_batches if self._peers.layers else 0):
-            self._post_dispatch(self._peers.layers[0], micro_batch)
 
     def end(self) -> None:
         """Drop whatever is left, after the last action or an error."""
-        self._dispatches.clear()
-        self._gradients.clear()
         self._gathered.clear()
         self.tails.end()
 
@@ -88,7 +81,7 @@ class FFNRank:
         }
 
     def _gather(self, action: Action) -> None:
-        messages = [posted.wait() for posted in self._dispatches.pop(action.micro_batch)]
+        messages = [posted.wait() for posted in self._receives.take(action)]
         self._link.release(action.micro_batch)
         x, w = ([_section(message[i]) for message in messages] for i in (0, 1))
         filled = [message for message in messages if message[0].shape[0]]
@@ -107,20 +100,17 @@ class FFNRank:
 
     def _return_sums(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
-        following = self._next[action.layer]
-        if following is not None:
-            self._post_dispatch(following, action.micro_batch)
-        elif self._training:
-            self._post_gradient(action.layer, action.micro_batch)
         self._answer(action, item, [[section] for section in item.x])
         if not self._training:
             del self._gathered[action.layer, action.micro_batch]
 
     def _gather_gradient(self, action: Action) -> None:
-        messages = [posted.wait()[0] for posted in self._gradients.pop(action.micro_batch)]
+        item = self._gathered[action.layer, action.micro_batch]
+        posted = zip(self._receives.take(action), item.x, strict=True)
+        messages = [message.wait_for([section])[0] for message, section in posted]
         self._link.release(action.micro_batch)
         filled = [message for message in messages if message.shape[0]]
-        self._gathered[action.layer, action.micro_batch].dY_TH = _cat(filled) if filled else None
+        item.dY_TH = _cat(filled) if filled else None
 
     def _experts_backward(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
@@ -133,9 +123,6 @@ class FFNRank:
 
     def _return_gradients(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
-        previous = self._previous[action.layer]
-        if previous is not None:
-            self._post_gradient(previous, action.micro_batch)
         self._answer(action, item, [[x, w] for x, w in zip(item.x, item.w, strict=True)])
 
     def _weight_gradient(self, action: Action) -> None:
@@ -153,24 +140,8 @@ class FFNRank:
             for view, tensor in zip(views, tensors, strict=False):
                 if view.numel():  # an A rank without rows doesn't say how wide they would be
                     view.copy_(tensor)
-            if action.phase == "f" and self._peers.shape.hops(action.layer):  # its receiver may not know the rows yet
-                self._link.send_dispatch(action, peer, message, message.numel())
-            else:
-                self._link.send(action, peer, message)
+            self._link.send(action, peer, message, message.numel() * 5 // 4)  # others may have more rows
         item.out = []
-
-    def _post_dispatch(self, layer: int, micro_batch: int) -> None:
-        action = Action("D", layer, "f", micro_batch)
-        peers = self._peers.attention_ranks(layer)
-        self._dispatches[micro_batch] = [self._link.post_dispatch(action, peer) for peer in peers]
-
-    def _post_gradient(self, layer: int, micro_batch: int) -> None:
-        action = Action("D", layer, "b", micro_batch)
-        sections = self._gathered[layer, micro_batch].x
-        self._gradients[micro_batch] = [
-            self._link.post(action, peer, [section])
-            for peer, section in zip(self._peers.attention_ranks(layer + 1), sections, strict=True)
-        ]
 
 
 def _section(tensor: Tensor) -> Section:

@@ -49,6 +49,34 @@ class Peers:
         """A ranks of a segment, by replica."""
         return self.layout.ranks_of(self.shape.attention(segment))
 
+    def receives(self, action: Action) -> bool:
+        """Whether a transfer comes to this rank's worker."""
+        return action.is_transfer and self.shape.endpoints(action)[1] == self.layout.worker_of(self.rank)
+
+    def hands_over(self, action: Action) -> bool:
+        """Whether an A or H action is about hidden states for a tail on an F rank."""
+        return action.layer == self.shape.layers and self.shape.hands_over()
+
+    def senders(self, action: Action) -> tuple[int, ...]:
+        """The ranks from which a transfer comes to this one, in the order in which they are handled."""
+        match action.op:
+            case "C":
+                return tuple(self.expert_ranks(action.layer))
+            case "D":
+                return tuple(self.attention_ranks(action.layer + (action.phase == "b")))
+        return tuple(self.counterparts(action, replica)[0] for replica in self._replicas)
+
+    def receiver(self, action: Action) -> int:
+        """The rank to which an A rank sends a hop or router logits."""
+        return self.counterparts(action, self.layout.index_of(self.rank))[1]
+
+    @property
+    def _replicas(self) -> tuple[int, ...]:
+        """The data replicas of an A rank, or those whose tails an F rank runs."""
+        if self.layout.worker_of(self.rank).role == "F":
+            return self.layout.tails_of(self.rank)
+        return (self.layout.index_of(self.rank),)
+
     def counterparts(self, action: Action, replica: int) -> tuple[int, int]:
         """Sender and receiver of a hop or of router logits: the same data replica on both."""
         sender, receiver = self.shape.endpoints(action)

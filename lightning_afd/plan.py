@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from lightning_afd.model.recompute import Recompute
 from lightning_afd.model.shared import SharedPlace
 from lightning_afd.model.split import MoELayer, find_moe_layers, wants_router_logits, with_shared_experts
 from lightning_afd.placement import ExpertMap, Layout
+from lightning_afd.schedule.orders import Knobs
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.transport.base import MAX_MICRO_BATCHES
 
@@ -26,6 +27,10 @@ class Plan:
     """Routed experts of each MoE layer."""
     order: str
     micro_batches: int
+    knobs: Knobs = field(default_factory=Knobs)
+    """What the order leaves open."""
+    split_attention: bool = False
+    """Whether weight gradients of attention segments are actions of their own, apart from input gradients."""
     recompute: Recompute = "none"
     """What A ranks compute again in backward."""
     recompute_experts: bool = False
@@ -47,6 +52,7 @@ class Plan:
             micro_batches=micro_batches,
             router_logits=self.router_logits,
             head=self.layout.head,
+            split_attention=self.split_attention,
         )
 
     def expert_maps(self) -> list[ExpertMap]:
@@ -60,6 +66,7 @@ class Plan:
         for name in ("router_z_loss", "expert_bias_rate"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise PlanError(f"{name}={getattr(self, name)}: choose 0 (off) or a positive number")
+        self.knobs.check(self.layout.groups)
         fewest = min(self.experts)
         if self.layout.ffn > fewest:
             raise PlanError(

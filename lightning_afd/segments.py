@@ -8,7 +8,8 @@ output, and dY is the gradient of that leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_afd.errors import PlanError
+from lightning_afd.model.backward import Ends, backward, fitting, give_zeros, with_logits
 from lightning_afd.model.coroutine import Coroutine, Host, Segment
 from lightning_afd.model.graph import shared_by, uses_copies
+from lightning_afd.model.input_first import Indivisible, WeightGradients, input_gradients, modules_called
 from lightning_afd.model.router_output import RouterOutput
 from lightning_afd.model.z_loss import add_z_gradient, refuse_other_than_logits
 
@@ -53,17 +56,25 @@ class Gradients:
 
 
 class MicroBatch:
-    """Forward and backward of one micro-batch, segment by segment."""
+    """Forward and backward of one micro-batch, segment by segment.
 
-    def __init__(self, host: Host, step: UserStep, layers: int, segments: tuple[int, ...]) -> None:
+    With `input_first` a backward leaves the gradients of parameters to `put_off`, where that is possible.
+    """
+
+    def __init__(
+        self, host: Host, step: UserStep, layers: int, segments: tuple[int, ...], *, input_first: bool = False
+    ) -> None:
         self._host = host
         self._step = step
         self._layers = layers
         self._mine = segments
+        self._input_first = input_first
         self._coroutine = Coroutine(host, step.function, step.around, step.seed)
         self._segments: dict[int, Segment] = {}
         self.z_losses: list[Tensor] = []
         """Weighted z-losses of the layers whose backward has run."""
+        self.put_off: dict[int, WeightGradients] = {}
+        """What the backwards of segments have left to do."""
 
     @property
     def result(self) -> Any:
@@ -137,13 +148,14 @@ class MicroBatch:
         """Backward of the loss through the tail; zeros for a masked micro-batch."""
         loss = self._step.loss_of(self._coroutine.result)
         self._coroutine.result = tree_map_only(Tensor, Tensor.detach, self._coroutine.result)
-        shared = self._shares_graph(loss)
+        self._shares_graph(loss)
+        segment = self._segments.pop(self._layers)
         if loss is not None and self._step.weight != 0.0:
             with self._host.backward():
-                _backward([(loss, self._seed(loss))], retain_graph=shared)
+                self._pass_back(segment, [(loss, self._seed(loss))])
         elif loss is not None:
-            _give_zeros(loss)
-        return self._gradients(self._segments.pop(self._layers))
+            give_zeros(loss)
+        return self._gradients(segment)
 
     def _seed(self, loss: Tensor) -> Tensor:
         """The gradient that backward starts from; infinite where a scaled loss leaves the range of its dtype."""
@@ -152,14 +164,46 @@ class MicroBatch:
 
     def backward(self, layer: int, dx_TH: Tensor, dw_TK: Tensor, dh_TH: Tensor) -> Gradients | None:
         """Backward of segment `layer`; None for segment 0, which has no layer before."""
-        shared = self._shares_graph()
+        self._shares_graph()
         segment = self._segments.pop(layer)
         assert segment.base is not None and segment.x_TH is not None and segment.w_TK is not None
         self._add_z_loss(segment)
-        pairs = _fitting([(segment.base, dh_TH), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)])
+        pairs = fitting([(segment.base, dh_TH), (segment.x_TH, dx_TH), (segment.w_TK, dw_TK)])
         with self._host.backward(segment):
-            _backward(pairs + _logit_gradients(segment, pairs), retain_graph=shared)
+            self._pass_back(segment, with_logits(segment, pairs))
         return None if segment.h is None else self._gradients(segment)
+
+    def _pass_back(self, segment: Segment, ends: Ends) -> None:
+        """Backward from all outputs of a segment; segment 0 has no input that anybody waits for."""
+        shared, layer = bool(self._host.shares_graph), segment.layer
+        if self._input_first and segment.h is not None and layer not in self._host.undivided:
+            try:
+                self.put_off[layer] = self._input_gradients(segment, ends)
+                return
+            except Indivisible as reason:
+                self._never_divide(layer, str(reason))
+        backward(ends, retain_graph=shared)
+
+    def _input_gradients(self, segment: Segment, ends: Ends) -> WeightGradients:
+        if self._host.shares_graph:
+            raise Indivisible("has operations in common with another one")
+        if segment.layer in self._host.divided:
+            return input_gradients(ends)
+        with modules_called() as recomputed:
+            found = input_gradients(ends)
+        if recomputed:
+            self._never_divide(segment.layer, "computes its forward again in backward, which would be done twice")
+        self._host.divided.add(segment.layer)
+        return found
+
+    def _never_divide(self, layer: int, reason: str) -> None:
+        if not self._host.undivided:
+            warnings.warn(
+                f"the backward of attention segment {layer} is not divided into gradients of inputs and of weights, "
+                f"because it {reason}: the schedule finds less to fill its gaps with; the numbers are the same",
+                stacklevel=2,
+            )
+        self._host.undivided.add(layer)
 
     def _add_z_loss(self, segment: Segment) -> None:
         """As if the user had added coefficient * z-loss to this micro-batch's loss: weighted and scaled like it."""
@@ -254,46 +298,3 @@ class MicroBatch:
                 f"the step ended in MoE layer {last} of {self._layers}: every step must run all layers once"
             )
         raise PlanError(f"the step went on to MoE layer {layer} after its last one, {self._layers - 1}")
-
-
-def _give_zeros(loss: Tensor) -> None:
-    """Give the leaves of a masked loss zero gradients, not None and not 0 x NaN: decay and momentum still act."""
-    nodes, seen = [loss.grad_fn], {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]  # type: ignore[union-attr]
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf.grad is None:
-            leaf.grad = torch.zeros_like(leaf)
-
-
-def _logit_gradients(segment: Segment, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Router logits with their gradients: from the loss and, by no more than those paths, from the layer itself.
-
-    One backward from all outputs follows: two would round twice where the model computes in lower precision.
-    """
-    leaves = [leaf for _, leaf in segment.logits]
-    inside: Sequence[Tensor | None] = [None] * len(leaves)
-    if segment.chained and leaves and pairs:
-        outs, grads = zip(*pairs, strict=True)
-        inside = torch.autograd.grad(outs, leaves, grads, retain_graph=True, allow_unused=True)
-    found = []
-    for (logits, leaf), grad in zip(segment.logits, inside, strict=True):
-        parts = [part for part in (leaf.grad, grad) if part is not None]
-        leaf.grad = None  # the layer's backward adds to it once more
-        found += [(logits, sum(parts[1:], parts[0]))] if parts else []
-    return found
-
-
-def _fitting(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Outputs that need a gradient, with their gradients in the output's shape and dtype."""
-    return [(out, grad.to(out.dtype).reshape(out.shape)) for out, grad in pairs if out.requires_grad]
-
-
-def _backward(pairs: Sequence[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
-    if pairs:
-        outs, grads = zip(*pairs, strict=True)
-        torch.autograd.backward(outs, grads, retain_graph=retain_graph)

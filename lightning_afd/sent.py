@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_afd.model.router_output import RouterOutput
 from lightning_afd.model.routing import Route, empty_route
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Phase
 from lightning_afd.transport.link import Link
 from lightning_afd.transport.wire import Section, code_of, dtype_of
 
@@ -34,6 +34,10 @@ class Sent:
 
     def weights(self, count: int) -> Section:
         return Section(count, self.top_k, self.w_dtype)
+
+    def answer(self, phase: Phase, count: int) -> list[Section]:
+        """What comes back for `count` rows: sums, or in backward the gradients of x and w."""
+        return [self.rows(count)] if phase == "f" else [self.rows(count), self.weights(count)]
 
     def sections(self, count: int) -> tuple[Section, ...]:
         """x, w and local expert ids of `count` rows."""
@@ -98,4 +102,4 @@ def send_rows(link: Link, action: Action, receiver: int, tensor: Tensor | None) 
     message, views = link.allocate(action, [Section(row.shape[0], row.shape[1], row.dtype) for row in rows])
     for view, row in zip(views, rows, strict=True):
         view.copy_(row)
-    link.send_dispatch(action, receiver, message, message.numel())
+    link.send(action, receiver, message, message.numel())

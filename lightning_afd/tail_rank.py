@@ -18,6 +18,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.coroutine import Host
 from lightning_afd.model.router_output import RouterOutput
 from lightning_afd.peers import Peers
+from lightning_afd.receives import Receives
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.shape import Shape
@@ -48,11 +49,15 @@ class TailRank:
         self._training = False
         self._replicas = peers.layout.tails_of(link.rank)
         self._tails: dict[tuple[int, int], _Tail] = {}
+        self._receives: Receives
         self.results: list[list[Any]] = []
         """What the steps returned, by replica of this rank and micro-batch."""
 
-    def begin(self, steps: Sequence[Sequence[UserStep]], micro_batches: int, *, training: bool) -> None:
+    def begin(
+        self, steps: Sequence[Sequence[UserStep]], micro_batches: int, receives: Receives, *, training: bool
+    ) -> None:
         """Take the user's steps of the replicas; micro-batches beyond them have no rows."""
+        self._receives = receives
         assert len(steps) == len(self._replicas), "each replica of this rank brings its steps"
         self._training = training
         layers, segments = self._peers.shape.layers, self._peers.owned_segments
@@ -79,13 +84,11 @@ class TailRank:
         }
 
     def _take_hidden(self, action: Action) -> None:
-        for replica, tail in self._of(action):
-            views = self._receive(action, replica)
+        for tail, views in self._received(action):
             tail.h_TH, tail.routing = unpack_hidden(views)
 
     def _take_logits(self, action: Action) -> None:
-        for replica, tail in self._of(action):
-            views = self._receive(action, replica)
+        for tail, views in self._received(action):
             if views:
                 tail.logits[action.layer] = views[0]
 
@@ -122,9 +125,10 @@ class TailRank:
             gradient_TE = None if leaf is None else leaf.grad
             send_rows(self._link, action, self._peers.counterparts(action, replica)[1], gradient_TE)
 
-    def _receive(self, action: Action, replica: int) -> list[Tensor]:
-        sender, _ = self._peers.counterparts(action, replica)
-        return self._link.post_dispatch(action, sender).wait()
+    def _received(self, action: Action) -> list[tuple[_Tail, list[Tensor]]]:
+        """The message for each replica of this rank."""
+        posted = self._receives.take(action)
+        return [(tail, message.wait()) for (_, tail), message in zip(self._of(action), posted, strict=True)]
 
     def _of(self, action: Action) -> list[tuple[int, _Tail]]:
         """The replicas of this rank with their part of an action."""

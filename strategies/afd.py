@@ -180,6 +180,8 @@ class AFDStrategy(SavingStrategy):
                 self.layout,
                 order=config.order,
                 micro_batches=config.micro_batches,
+                knobs=config.knobs,
+                split_attention=config.splits_attention,
                 recompute=config.recompute,
                 recompute_experts=config.recompute_experts,
                 shared_experts=config.shared_experts,

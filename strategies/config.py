@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
@@ -11,7 +11,8 @@ from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.model.shared import PLACES, SharedPlace
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import HEADS, Head, Layout
-from lightning_afd.schedule.orders import ORDERS
+from lightning_afd.schedule.fill import Pace
+from lightning_afd.schedule.orders import ORDERS, Knobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,20 @@ class AFDConfig:
     """Parts that each batch is cut into; a batch with fewer rows uses fewer."""
     order: str = "af-pipe"
     """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
+    micro_batch_group: int | Literal["auto"] = "auto"
+    """Micro-batches that pass the 2 * groups workers one behind the other (af-pipe, zero-bubble), at least 2 * groups.
+
+    "auto" is as near to twice that as micro_batches allows; fewer hold less, more hide longer transfers.
+    """
+    pending_weight_gradients: int = 8
+    """Weight gradients that zero-bubble puts off on one rank, at most; each holds the activations of a layer."""
+    pace: Pace = field(default_factory=Pace)
+    """How long zero-bubble takes actions and transfers to last; at another pace it finds fewer gaps, never errors."""
+    split_attention: bool = True
+    """Whether zero-bubble puts off weight gradients of attention ranks, too, and not only those of experts.
+
+    Nothing is put off where segments are computed again in backward (recompute), as that would be done twice.
+    """
     recompute: Recompute = "none"
     """What A ranks compute again in backward: "none", "attention" (all but experts and routers) or "full" layers."""
     recompute_experts: bool = False
@@ -88,6 +103,23 @@ class AFDConfig:
             )
         if self.micro_batches < 1:
             raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
+        try:
+            self.knobs.check(self.groups)
+        except PlanError as error:
+            raise MisconfigurationException(
+                f"micro_batch_group={self.micro_batch_group!r} with "
+                f"pending_weight_gradients={self.pending_weight_gradients}: {error}"
+            ) from None
+
+    @property
+    def knobs(self) -> Knobs:
+        """What the order leaves open."""
+        return Knobs(group=self.micro_batch_group, pending=self.pending_weight_gradients, pace=self.pace)
+
+    @property
+    def splits_attention(self) -> bool:
+        """Whether backwards of attention segments are divided, input gradients first."""
+        return self.split_attention and self.order == "zero-bubble" and self.recompute == "none"
 
     def layout(self, world: int) -> Layout:
         """The layout of a job with `world` ranks; raises MisconfigurationException where they do not fit."""

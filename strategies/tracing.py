@@ -106,7 +106,7 @@ class Tracer:
             timeline=joined.timeline,
             order=engine.executed.order,
             shape=engine.executed.shape,
-            knobs=engine.knobs,
+            knobs=engine.plan.knobs,
             versions=self._versions(joined.kernels),
             clocks=joined.clocks,
             traffic=joined.traffic,

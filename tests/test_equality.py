@@ -18,7 +18,7 @@ from tiny import TinyMoE, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_afd.attention_rank import AttentionRank
+from lightning_afd.attention_hops import AttentionHops
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.port import Foreign
 from lightning_afd.model.routing import Route
@@ -143,9 +143,9 @@ def with_two_ranks_swapped(route: Route, parts: Sequence[Tensor], dtype: torch.d
     return SUM_COPIES(route, parts, dtype)
 
 
-def without_gradient_of_the_base(rank: AttentionRank, action: Action) -> None:
-    HOP_GRADIENT(rank, action)
-    flight = rank._flight[action.micro_batch]
+def without_gradient_of_the_base(hops: AttentionHops, action: Action) -> None:
+    HOP_GRADIENT(hops, action)
+    flight = hops._flight[action.micro_batch]
     if flight.dh_TH is not None:
         flight.dh_TH.zero_()
 
@@ -154,7 +154,7 @@ def nothing(*_args: Any) -> None:
     """In place of a function that matters."""
 
 
-SUM_COPIES, HOP_GRADIENT = Route.sum_copies, AttentionRank._hop_gradient
+SUM_COPIES, HOP_GRADIENT = Route.sum_copies, AttentionHops._hop_gradient
 
 
 def test_the_property_fails_where_rows_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ WHOLE = Case(
     ("target", "name", "broken"),
     [
         (ExpertShard, "weight_gradient", without_weight_gradient),
-        (AttentionRank, "_hop_gradient", without_gradient_of_the_base),
+        (AttentionHops, "_hop_gradient", without_gradient_of_the_base),
         (Foreign, "_stand_in", nothing),  # the layers of other groups are left out of the model's collector
         (local_job, "sum_over_replicas", nothing),
     ],

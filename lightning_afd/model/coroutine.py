@@ -151,6 +151,10 @@ class Host:
         """Layers of which it is known that their routers return logits."""
         self.recomputed: Segment | None = None
         """The segment whose layers a backward may compute again."""
+        self.divided: set[int] = set()
+        """Segments whose backward has been run in two parts, inputs first."""
+        self.undivided: set[int] = set()
+        """Segments of which it is known that their backward is better run as a whole."""
 
     def running(self, coroutine: Coroutine) -> SetAttribute:
         return SetAttribute(self, "active", coroutine)

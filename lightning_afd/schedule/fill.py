@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from types import MappingProxyType
 
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Worker
@@ -20,7 +19,7 @@ _UNITS = {"Af": 1.0, "Ab": 1.0, "Aw": 1.0, "Ef": 1.0, "Eb": 1.0, "Ew": 1.0, "Tf"
 class Pace:
     """How long the actions of a step are taken to last, in any unit; a schedule is correct at any other pace, too."""
 
-    seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType(_UNITS))
+    seconds: Mapping[str, float] = field(default_factory=lambda: dict(_UNITS))
     """By op and phase, T for the tail wherever it runs."""
     transfer: float = 0.5
     """From the end of an action to the start of what waits for it on another worker."""

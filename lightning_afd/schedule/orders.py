@@ -36,6 +36,15 @@ class Knobs:
             if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: an order needs at least 1")
 
+    def check(self, groups: int) -> None:
+        """Raise PlanError where a run is too short for the ring of `groups` groups per role."""
+        workers = 2 * groups
+        if self.group != "auto" and self.group < workers:
+            raise PlanError(
+                f"group={self.group}: a ring of {workers} workers (groups={groups}) needs at least {workers} "
+                "micro-batches in a run"
+            )
+
 
 DEFAULTS = Knobs()
 Order = Callable[[Shape, Knobs], Iterable[Action]]
@@ -80,20 +89,17 @@ class _Clock:
     turn: int
 
     @classmethod
-    def of(cls, shape: Shape, group: int | Literal["auto"]) -> _Clock:
+    def of(cls, shape: Shape, knobs: Knobs) -> _Clock:
         """Runs of nearly equal length, as near to G = 2P as the number of micro-batches allows, or at most `group`.
 
         A run of P keeps the ring full; the second P is the slack behind which transfers hide.
         """
+        knobs.check(shape.groups)
         workers = 2 * shape.groups
-        if group == "auto":
+        if knobs.group == "auto":
             runs = max(1, (shape.micro_batches + workers) // (2 * workers))
-        elif group < workers:
-            raise PlanError(
-                f"group={group}: a ring of {workers} workers needs at least {workers} micro-batches in a run"
-            )
         else:
-            runs = -(-shape.micro_batches // group)
+            runs = -(-shape.micro_batches // knobs.group)
         last_round, last_group = divmod(shape.layers - 1, shape.groups)
         return cls(
             rounds=last_round + 1,
@@ -117,7 +123,7 @@ class _Clock:
 
 def af_pipe(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
     """Interleaved 1F1B over the 2p workers, in runs of about 4p micro-batches: all actions sorted by their slots."""
-    return _by_slots(shape, _Clock.of(shape, knobs.group), ("f", "b"))
+    return _by_slots(shape, _Clock.of(shape, knobs), ("f", "b"))
 
 
 def _by_slots(shape: Shape, clock: _Clock, within: tuple[Phase, Phase]) -> list[Action]:
@@ -142,7 +148,7 @@ def zero_bubble(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
     A worker's slot begins with its backward or with its forward, whichever ends the step sooner at the given pace:
     a gradient that comes back early should pass, but a late one (c > F/2) should not keep a forward waiting.
     """
-    clock = _Clock.of(shape, knobs.group)
+    clock = _Clock.of(shape, knobs)
     forwards_first, backwards_first = (
         fill(shape, _by_slots(shape, clock, within), knobs.pace, knobs.pending) for within in (("f", "b"), ("b", "f"))
     )

@@ -1,9 +1,8 @@
 """Messages of the schedule between ranks: stamped, checked, and received into buffers that were posted ahead.
 
-The size of a dispatch depends on the routing (that of a hop on the batch), so its receiver posts a buffer of an agreed
-capacity: the largest one that the sender asked for in earlier steps. A dispatch that does not fit (all of the first
-step) is announced by a message without rows that says how much is needed. All other messages answer one with known
-rows, so their sizes are exact.
+The size of a message depends on the routing (that of a hop on the batch) and is not known when its receiver posts. So
+the buffer has an agreed capacity: the largest one that the sender asked for in earlier steps. A message that does not
+fit (all of the first step) is announced by one without rows that says how much is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from lightning_afd.transport.wire import (
     allocate,
     expect,
     expect_dispatch,
-    message_bytes,
     needed_bytes,
     read,
     too_small,
@@ -51,26 +49,17 @@ class Link:
         self._incoming.adopt()
         self._outgoing.adopt()
 
-    def post(self, action: Action, peer: int, sections: Sequence[Section]) -> Posted:
-        """Offer a buffer for the answer `action` of `peer`, whose sections are known."""
-        incoming = self._post(action, peer, message_bytes(sections))
-        return Posted(self, action, peer, incoming, tuple(sections))
-
-    def post_dispatch(self, action: Action, peer: int) -> PostedDispatch:
-        """Offer a buffer of the agreed capacity for a dispatch of `peer`."""
+    def post(self, action: Action, peer: int) -> Posted:
+        """Offer a buffer of the agreed capacity for a message of `peer`."""
         capacity = self._incoming.of(channel_of(action), peer)
-        return PostedDispatch(self, action, peer, self._post(action, peer, capacity))
+        return Posted(self, action, peer, self._post(action, peer, capacity))
 
     def allocate(self, action: Action, sections: Sequence[Section]) -> tuple[Tensor, list[Tensor]]:
         """A message to be filled in through the returned views."""
         return allocate(self.stamp(action, self.rank), sections, self.device)
 
-    def send(self, action: Action, peer: int, message: Tensor) -> None:
-        """Send an answer."""
-        self._send(action, peer, 0, message)
-
-    def send_dispatch(self, action: Action, peer: int, message: Tensor, most: int) -> None:
-        """Send a dispatch; `most` is the size that this micro-batch can need at any layer."""
+    def send(self, action: Action, peer: int, message: Tensor, most: int) -> None:
+        """Send a message; `most` is the size that others of its channel may need."""
         part = int(message.numel() > self._outgoing.of(channel_of(action), peer))
         if part:
             need = max(most, message.numel())
@@ -120,37 +109,29 @@ class _Capacities:
 
 
 class Posted:
-    """A posted receive of a message with known sections."""
-
-    def __init__(
-        self, link: Link, action: Action, peer: int, incoming: Incoming, sections: tuple[Section, ...]
-    ) -> None:
-        self._expected = link.stamp(action, peer)
-        self._incoming = incoming
-        self._sections = sections
-
-    def wait(self) -> list[Tensor]:
-        """The message's tensors, after its header has been checked."""
-        views = read(arrived(self._incoming, self._expected), self._expected)
-        expect(views, self._sections, self._expected)
-        return views
-
-
-class PostedDispatch:
-    """A posted receive of a dispatch, whose rows only the sender knows."""
+    """A posted receive of a message, whose rows only the sender knows for sure."""
 
     def __init__(self, link: Link, action: Action, peer: int, incoming: Incoming) -> None:
         self._link, self._action, self._peer, self._incoming = link, action, peer, incoming
 
     def wait(self) -> list[Tensor]:
-        """The dispatch's tensors, after its header has been checked."""
+        """The message's tensors, after its header has been checked."""
+        return self._views()
+
+    def wait_for(self, sections: Sequence[Section]) -> list[Tensor]:
+        """The tensors of a message whose rows are known by now, after they have been compared, too."""
+        views = self._views()
+        expect(views, sections, self._link.stamp(self._action, self._peer))
+        return views
+
+    def _views(self) -> list[Tensor]:
         expected = self._link.stamp(self._action, self._peer)
         message = arrived(self._incoming, expected)
         need = needed_bytes(message, expected)
         if need:
             message = arrived(self._link.grown(self._action, self._peer, need), expected)
         views = read(message, expected)
-        if self._action.op == "D":
+        if (self._action.op, self._action.phase) == ("D", "f"):
             expect_dispatch(views, expected)
         return views
 

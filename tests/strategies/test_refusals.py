@@ -110,6 +110,8 @@ def test_the_first_cause_of_a_users_own_error(
         ({"on_nonfinite": "ignore"}, "'error' or 'skip'"),
         ({"optimizer_sharding": "zero"}, "'none' or 'torch'"),
         ({"attention": 0, "ffn": 2}, "attention=0"),
+        ({"groups": 2, "micro_batch_group": 3}, "at least 4 micro-batches in a run"),
+        ({"pending_weight_gradients": 0}, "pending=0: an order needs at least 1"),
     ],
 )
 def test_options_that_are_wrong_by_themselves(options: dict[str, Any], part: str) -> None:

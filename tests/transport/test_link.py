@@ -57,7 +57,7 @@ def count(rows: int, top_k: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_bytes_are_those_of_distinct_tokens_per_ffn_rank(top_k: int) -> None:
-    """First step: a header announces each dispatch that has rows; second step: the buffers fit."""
+    """First step: a header announces each message that has rows; second step: the buffers fit."""
     model, batches = tiny(**SIZES, top_k=top_k).double(), make_batches(2, 3)
     job = LocalJob(model, Layout(attention=2, ffn=2))
     payload: Counter[tuple[str, int, int]] = Counter()
@@ -69,7 +69,7 @@ def test_bytes_are_those_of_distinct_tokens_per_ffn_rank(top_k: int) -> None:
                     route = (channel, a, 2 + n) if channel[0] == "D" else (channel, 2 + n, a)
                     payload[route] += size
                     headers[route] += HEADER_BYTES
-                    announced[route] += HEADER_BYTES * (channel == "Df" and rows > 0)
+                    announced[route] += HEADER_BYTES * (rows > 0)
     job.step(batches)
     assert job.network.sent_bytes == payload + headers + announced
     for engine in job.engines:
@@ -164,10 +164,10 @@ def exchange(links: tuple[Link, Link, LocalNetwork], rows: int, most: int) -> in
         message, views = left.allocate(ACTION, sections_of(rows))
         for view in views:
             view.fill_(rows)
-        left.send_dispatch(ACTION, 1, message, message_bytes(sections_of(most)))
+        left.send(ACTION, 1, message, message_bytes(sections_of(most)))
 
     network.sent_bytes.clear()
-    received = network.run([send, right.post_dispatch(ACTION, 0).wait])[1]
+    received = network.run([send, right.post(ACTION, 0).wait])[1]
     assert [tuple(view.shape) for view in received] == [(rows, 4), (rows, 2), (rows, 2)]
     assert all((view == rows).all() for view in received)
     extra = network.sent_bytes["Df", 0, 1] - message_bytes(sections_of(rows))
