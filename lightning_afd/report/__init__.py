@@ -9,6 +9,6 @@ summary.py, timelines.py, shares.py, traffic.py, experts.py, progress.py    the 
 page.py       the page around them; its style.css and zoom.js
 """
 
-from lightning_afd.report.page import PANELS, REPORT, write_report
+from lightning_afd.report.page import PANELS, REPORT, has_recordings, write_report
 
-__all__ = ["PANELS", "REPORT", "write_report"]
+__all__ = ["PANELS", "REPORT", "has_recordings", "write_report"]

@@ -9,7 +9,6 @@ from lightning_afd.report.charts import HeatMap, heat_map
 from lightning_afd.report.markup import count_text, element, legend
 from lightning_afd.report.run import Run
 
-
 SHADES = (("h0", "none"), ("h1", "< 1/4 of the row's mean"), ("h4", "about the mean"), ("h9", "> 3 times the mean"))
 
 

@@ -20,9 +20,14 @@ def text(content: object) -> str:
     return escape(str(content))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "") -> str:
-    """A table of markup; the first column names its row."""
-    top = element("tr", "".join(element("th", text(name), scope="col") for name in head))
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "", spans: Sequence[tuple[str, int]] = ()
+) -> str:
+    """A table of markup; the first column names its row. `spans` are names above so many columns each."""
+    above = "".join(element("th", text(name), colspan=width, scope="colgroup") for name, width in spans)
+    top = (element("tr", above) if spans else "") + element(
+        "tr", "".join(element("th", text(name), scope="col") for name in head)
+    )
     body = (
         element("tr", element("th", row[0], scope="row") + "".join(element("td", cell) for cell in row[1:]))
         for row in rows

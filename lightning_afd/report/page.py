@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_afd.report.experts import experts
 from lightning_afd.report.markup import element, text
 from lightning_afd.report.progress import drift, losses
-from lightning_afd.report.run import Run, read_run
+from lightning_afd.report.run import Run, read_run, recordings_of
 from lightning_afd.report.shares import shares, waits
 from lightning_afd.report.summary import summary
 from lightning_afd.report.timelines import timelines
@@ -87,6 +87,11 @@ PANELS = (
         body=drift,
     ),
 )
+
+
+def has_recordings(run: str | Path) -> bool:
+    """Whether a run has anything to report."""
+    return bool(recordings_of(Path(run)))
 
 
 def write_report(run: str | Path, out: str | Path | None = None, step: int | None = None) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from lightning_afd.errors import RecordingError
 from lightning_afd.recording import Recording, load, recordings_in
+from lightning_afd.recording.saved import FOLDER as TRACE
 from lightning_afd.waits import Usage, Wait, usage_of, waits_of
 
 MOST = 100
@@ -71,7 +72,7 @@ def read_run(folder: str | Path, step: int | None = None) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise RecordingError(f"run={folder} is no folder: give the output folder of a run, which holds trace/")
-    paths = recordings_in(folder)
+    paths = recordings_of(folder)
     if not paths:
         raise RecordingError(
             f"{folder} has no recorded steps (trace/step-*.json): train with AFDStrategy(trace=50), or "
@@ -83,9 +84,14 @@ def read_run(folder: str | Path, step: int | None = None) -> Run:
         recordings=recordings,
         recorded=len(paths),
         chosen=_median(recordings) if step is None else _of_step(recordings, step),
-        metrics=_metrics(folder),
+        metrics=read_metrics(metrics) if (metrics := _newest(folder, METRICS)).is_file() else {},
         model=_model(folder / SETTINGS),
     )
+
+
+def recordings_of(folder: Path) -> list[Path]:
+    """The files of all recorded steps of a run."""
+    return recordings_in(_newest(folder, TRACE).parent)
 
 
 def _spread(items: Sequence[Item], most: int) -> list[Item]:
@@ -106,12 +112,10 @@ def _of_step(recordings: tuple[Recording, ...], step: int) -> Recording:
     raise RecordingError(f"step={step} is not recorded; there are {', '.join(str(o.global_step) for o in recordings)}")
 
 
-def _metrics(folder: Path) -> dict[str, Points]:
-    """Columns of the newest metrics.csv of the run's folder or of one at most two levels below it."""
-    found = [path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + METRICS)]
-    if not found:
-        return {}
-    return read_metrics(max(found, key=lambda path: (path.stat().st_mtime, str(path))))
+def _newest(folder: Path, name: str) -> Path:
+    """The newest one of this name in a run's folder, or in one at most two levels below it, as loggers make them."""
+    found = [path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + name)]
+    return max(found, key=lambda path: (path.stat().st_mtime, str(path)), default=folder / name)
 
 
 def read_metrics(path: Path) -> dict[str, Points]:

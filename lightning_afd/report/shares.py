@@ -55,16 +55,13 @@ def waits(run: Run) -> str:
     )
     return (
         steps
-        + table(("message", *WAIT_HEAD), wait_rows(messages), "quantiles")
-        + table(("stage that needs it", *WAIT_HEAD), wait_rows(stages), "quantiles")
+        + table(("message", *WAIT_HEAD), wait_rows(messages), "quantiles", WAIT_SPANS)
+        + table(("stage that needs it", *WAIT_HEAD), wait_rows(stages), "quantiles", WAIT_SPANS)
     )
 
 
-WAIT_HEAD = (
-    "receives",
-    *(f"{cause} {figure}" for cause in CAUSES for figure in ("P50", "P95", "P99")),
-    "waited in all",
-)
+WAIT_SPANS = (("", 2), *((cause, 3) for cause in CAUSES), ("", 1))
+WAIT_HEAD = ("receives", *("P50", "P95", "P99") * len(CAUSES), "waited in all")
 MESSAGES = {"D": "dispatch", "C": "combine", "H": "hop", "L": "router logits"}
 WAYS = {"f": "forward", "b": "backward"}
 STAGES = {"A": "attention segment", "E": "experts of layer", "T": "head"}
