@@ -90,8 +90,8 @@ def test_browser_shows_every_panel(tmp_path: Path) -> None:
     empty = section(replace(PANELS[0], key="nothing", body=lambda run: ""), run_of(recorded()))
     hidden = section(replace(PANELS[0], key="hidden", body=lambda run: "<svg></svg>"), run_of(recorded()))
     clicks = "document.querySelectorAll('.zooms button')[3].click();"
-    wide = "document.querySelector('svg.lanes').setAttribute('data-wide', ["
-    wide += "document.querySelector('svg.lanes').clientWidth / document.querySelector('.scroll').clientWidth].join());"
+    wide = "document.querySelector('svg.lanes').setAttribute('data-wide', Math.round("
+    wide += "document.querySelector('svg.lanes').clientWidth / document.querySelector('.scroll').clientWidth));"
     shown = opened(content.replace("<script>", empty + hidden + "<script>", 1), tmp_path, MEASURE + clicks + wide)
     for panel in PANELS:
         width, height = attribute(shown, f'id="{panel.key}"', "data-size")
