@@ -45,7 +45,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 def seconds_text(seconds: float) -> str:
     """`1.23 s`, `45.6 ms` or `789 us`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
+        if seconds >= 0.9995 * size:
             return f"{three_digits(seconds / size)} {unit}"
     return f"{seconds * 1e6:.0f} us" if seconds else "0"
 
@@ -53,14 +53,15 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(nbytes: float) -> str:
     """`1.23 GB`, decimal units."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
+        if nbytes >= 0.9995 * size:
             return f"{three_digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
 
 
 def three_digits(value: float) -> str:
     """At least three digits, no exponent: `1.23`, `12.3`, `123`, `12,345`."""
-    size = floor(log10(abs(value))) if value else 0
+    rounded = float(f"{value:.3g}")
+    size = floor(log10(abs(rounded))) if rounded else 0
     return f"{value:,.{max(0, min(6, 2 - size))}f}"
 
 

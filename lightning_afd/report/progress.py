@@ -62,7 +62,7 @@ def step_rows(run: Run) -> list[list[str]]:
             str(one.global_step),
             seconds_text(one.seconds),
             f"{one.tokens / one.seconds:,.0f}",
-            f"{one.seconds / first - 1:+.1%}",
+            f"{one.seconds / first - 1:+z.1%}",
             f"{one.loss:.4f}",
         ]
         for one in run.recordings
@@ -76,6 +76,6 @@ def drift_text(run: Run) -> str:
     first, last = run.recordings[0], run.recordings[-1]
     times = [one.seconds for one in run.recordings]
     return (
-        f"Step {last.global_step} took {last.seconds / first.seconds - 1:+.1%} against step {first.global_step}; "
+        f"Step {last.global_step} took {last.seconds / first.seconds - 1:+z.1%} against step {first.global_step}; "
         f"the shortest took {seconds_text(min(times))}, the longest {seconds_text(max(times))}."
     )

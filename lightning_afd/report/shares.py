@@ -42,7 +42,7 @@ def share_row(name: str, usage: Usage) -> list[str]:
     """Name, bar and shares of one rank."""
     own = usage.shares()
     bar = stacked_bar({f"part {part}": own[part] for part in PARTS})
-    return [text(name), bar, *(f"{own[part]:.1%}" for part in ("busy", "exposed", "bubble"))]
+    return [text(name), bar, *(f"{own[part]:z.1%}" for part in ("busy", "exposed", "bubble"))]
 
 
 def waits(run: Run) -> str:

@@ -29,7 +29,7 @@ def timing_text(prediction: Prediction, measured: float) -> str:
         return "Nothing took time."
     return (
         f"Predicted {seconds_text(predicted)} (upper rows, one per worker), measured {seconds_text(measured)} (lower "
-        f"rows, {measured / predicted - 1:+.1%}). The prediction is the same schedule, simulated with the measured "
+        f"rows, {measured / predicted - 1:+z.1%}). The prediction is the same schedule, simulated with the measured "
         "median of each kind of action on its slowest rank, and with messages that take "
         f"{way_text(prediction)}; packing is no work there."
     )

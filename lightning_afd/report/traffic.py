@@ -7,6 +7,7 @@ from lightning_afd.report.markup import NONE, bytes_text, element, table, text
 from lightning_afd.report.run import Run
 from lightning_afd.report.shares import MESSAGES, WAYS, message_text
 
+FORWARD_FIRST = str.maketrans("fb", "01")
 LINKS = 16
 """Ranks in a table of links at most; more are summed up by worker."""
 
@@ -60,8 +61,14 @@ def channel_rows(recording: Recording) -> list[list[str]]:
         sums[key] = messages + one.messages, nbytes + one.nbytes
     return [
         [text(_channel_text(channel)), way, f"{messages:,}", bytes_text(nbytes), bytes_text(nbytes / max(messages, 1))]
-        for (channel, way), (messages, nbytes) in sums.items()
+        for (channel, way), (messages, nbytes) in sorted(sums.items(), key=lambda item: _channel_key(*item[0]))
     ]
+
+
+def _channel_key(channel: str, way: str) -> tuple[int, str, str]:
+    """By op as in MESSAGES, forward first."""
+    ops = list(MESSAGES)
+    return ops.index(channel[0]) if channel[:1] in ops else len(ops), channel[1:].translate(FORWARD_FIRST), way
 
 
 def _channel_text(channel: str) -> str:
