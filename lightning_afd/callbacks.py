@@ -21,6 +21,9 @@ class StepMonitor(Callback):
 
     `tokens_per_s` counts the tokens of all attention ranks over the time of the slowest rank; `exposed` is the mean
     share of their step in which attention ranks waited for messages. Does nothing under other strategies.
+
+    In steps that are recorded (`AFDStrategy(trace=)`) also `wait_for_A`, `wait_for_net`, `wait_for_F` and `bubble`:
+    mean shares of the step over all ranks, attention and FFN. These go to the loggers at any log_every_n_steps.
     """
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -29,6 +32,12 @@ class StepMonitor(Callback):
             return
         pl_module.log("tokens_per_s", stats.tokens / stats.seconds, prog_bar=True, batch_size=1)
         pl_module.log("exposed", stats.exposed, prog_bar=True, batch_size=1)
+        recorded = trainer.strategy.recorded
+        if recorded is not None:
+            for name, share in recorded.shares.items():
+                pl_module.log(name, share, prog_bar=True, logger=False, batch_size=1)
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(recorded.shares), step=recorded.global_step)
 
 
 class ExpertLoad(Callback):

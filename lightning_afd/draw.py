@@ -30,7 +30,7 @@ NAMES = {
     ("T", "f"): "head forward",
     ("T", "b"): "head backward",
 }
-WAIT, SEND = "#d5d5d5", "#6fb58a"
+WAIT, SEND, REDUCE = "#d5d5d5", "#6fb58a", "#c9a0a0"
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
@@ -38,15 +38,15 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    ranks = sorted({span.rank for span in timeline.spans})
+    ranks = list(timeline.by_rank)
     figure = Figure(figsize=(14, 1.2 + 0.75 * len(ranks)), layout="constrained")
     axes = figure.subplots()
-    start = min(span.start for span in timeline.spans)
-    end = max(span.end for span in timeline.spans)
-    for row, rank in enumerate(ranks):
-        for span in timeline.spans:
-            if span.rank == rank:
-                _draw_span(axes, timeline, span, row, start, end - start)
+    start, end = timeline.start, timeline.end
+    for row, (rank, spans) in enumerate(timeline.by_rank.items()):
+        for span in spans:
+            _draw_span(axes, timeline, span, row, start, end - start)
+        for reduce in (reduce for reduce in timeline.reduces if reduce.rank == rank):
+            _draw_bar(axes, row, (reduce.start - start, reduce.seconds), REDUCE)
     axes.set_yticks(range(len(ranks)), [_label(timeline, rank) for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlim(0, (end - start) * 1e3)
@@ -55,6 +55,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     drawn = {(span.action.op, span.action.phase) for span in timeline.spans}
     handles = [Patch(color=COLORS[key], label=NAMES[key]) for key in COLORS if key in drawn]
     handles += [Patch(color=SEND, label="packing and sending"), Patch(color=WAIT, label="waiting for a message")]
+    handles += [Patch(color=REDUCE, label="sum of gradients")] if timeline.reduces else []
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
 
@@ -62,10 +63,15 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
 def _draw_span(axes: Axes, timeline: Timeline, span: Span, row: int, start: float, total: float) -> None:
     action = span.action
     color = COLORS.get((action.op, action.phase)) or (WAIT if timeline.waits(span) else SEND)
-    axes.barh(row, span.seconds * 1e3, left=(span.start - start) * 1e3, height=0.8, color=color, linewidth=0)
+    _draw_bar(axes, row, (span.start - start, span.seconds), color)
     if span.seconds > total / 55 and (action.op, action.phase) in COLORS:
         middle = (span.start + span.end) / 2 - start
         axes.text(middle * 1e3, row, str(action), ha="center", va="center", fontsize=6, color="white")
+
+
+def _draw_bar(axes: Axes, row: int, place: tuple[float, float], color: str) -> None:
+    """A box; `place` is its start and length in seconds."""
+    axes.barh(row, place[1] * 1e3, left=place[0] * 1e3, height=0.8, color=color, linewidth=0)
 
 
 def _label(timeline: Timeline, rank: int) -> str:

@@ -38,7 +38,7 @@ from lightning_afd.plan import Plan
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check
-from lightning_afd.schedule.orders import build
+from lightning_afd.schedule.orders import DEFAULTS, build
 from lightning_afd.schedule.passes import forward_only
 from lightning_afd.schedule.shape import Schedule
 from lightning_afd.segments import UserStep
@@ -68,6 +68,11 @@ class Engine:
         self.collectives = collectives
         self.runtime: Runtime
         self.expert_counts: ExpertCounts
+        self.device = torch.device("cpu")
+        self.knobs = DEFAULTS
+        """With the plan all that schedules are built from."""
+        self.executed: Schedule
+        """The schedule of the last step."""
         self._transport = transport
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._step = 0
@@ -152,6 +157,7 @@ class Engine:
 
     def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""
+        self.device = device
         self.link = Link(self._transport, self.rank, device)
         self.expert_counts = ExpertCounts(self.plan.experts, device)
         self.expert_counts.enabled = self.plan.expert_bias_rate > 0
@@ -218,7 +224,7 @@ class Engine:
         An A rank brings `steps`; an F rank brings in `tails` those of each replica whose tail it runs, and finds in
         `tail_results` what they returned.
         """
-        program = self.program(micro_batches, training=training)
+        self.executed = self.schedule(micro_batches, training=training)
         self._step += 1
         self.link.begin(self._step)
         try:
@@ -227,7 +233,7 @@ class Engine:
             else:
                 self._role.begin(micro_batches, training=training)
                 self._role.tails.begin(tails, micro_batches, training=training)
-            self.runtime.run(program)
+            self.runtime.run(self.executed.programs[self.worker])
             self.link.release()
             return self._role.results if isinstance(self._role, AttentionRank) else []
         finally:
@@ -245,7 +251,7 @@ class Engine:
     def schedule(self, micro_batches: int, *, training: bool) -> Schedule:
         key = (micro_batches, training)
         if key not in self._schedules:
-            schedule = build(self.plan.order, self.plan.shape(micro_batches))
+            schedule = build(self.plan.order, self.plan.shape(micro_batches), self.knobs)
             schedule = schedule if training else forward_only(schedule)
             check(schedule)
             self._schedules[key] = schedule
@@ -255,6 +261,11 @@ class Engine:
     def tokens(self) -> int:
         """Tokens that this rank brought to the last step; 0 on F ranks."""
         return self._role.tokens if isinstance(self._role, AttentionRank) else 0
+
+    @property
+    def kernels(self) -> frozenset[str]:
+        """What has multiplied rows of experts on this rank; nothing on A ranks."""
+        return self._role.kernels if isinstance(self._role, FFNRank) else frozenset()
 
     def z_loss(self) -> float:
         """What this rank's layers and micro-batches add to the z-loss of the global batch; 0 on F ranks."""

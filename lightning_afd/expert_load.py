@@ -29,20 +29,29 @@ class ExpertCounts:
 
     def __init__(self, experts: Sequence[int], device: torch.device) -> None:
         self.enabled = False
-        """Whether anybody wants to know."""
+        """Whether anybody wants to know, in every step."""
+        self.recording = False
+        """Whether the batch that runs is recorded."""
         self._experts = tuple(experts)
         self._counts_LE = torch.zeros(len(experts), max(experts), dtype=torch.int64, device=device)
         self._over = False
 
     def add(self, layer: int, idx_TK: Tensor) -> None:
         """Count the experts (global ids) that one micro-batch's tokens go to; does not wait for the device."""
-        if not self.enabled:
+        if not (self.enabled or self.recording):
             return
         if self._over:
             self._counts_LE.zero_()
             self._over = False
         chosen = idx_TK.flatten().long()
         self._counts_LE[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def so_far(self) -> Tensor:
+        """What the window has counted until now, [L, E] on the host; behind its end the next one begins."""
+        if self._over:
+            self._counts_LE.zero_()
+            self._over = False
+        return self._counts_LE.to("cpu", copy=True)
 
     def end_window(self) -> None:
         """An accumulation window has ended: its counts stay until the next one begins."""

@@ -70,6 +70,11 @@ class FFNRank:
         self._gathered.clear()
         self.tails.end()
 
+    @property
+    def kernels(self) -> frozenset[str]:
+        """What multiplies the rows of experts, as far as they have had any: "loop" or "grouped_mm"."""
+        return frozenset(shard.kernel for shard in self._shards.values()) - {""}
+
     def handlers(self) -> Handlers:
         return {
             ("D", "f"): self._gather,

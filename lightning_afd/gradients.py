@@ -7,6 +7,7 @@ they are set aside there and installed by the backward of the returned loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from lightning_afd.errors import PlanError
 from lightning_afd.transport.base import Collectives
 
 BUCKET_BYTES = 25 * 2**20
+Around = Callable[[int], AbstractContextManager[object]]
+"""Gives the context in which a chunk of so many bytes is summed."""
 
 
 class GradientStash:
@@ -72,26 +75,31 @@ def installing_loss(loss: Tensor, install: Callable[[Tensor], None]) -> Tensor:
     return _Installer.apply(anchor, loss, install)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def sum_over_replicas(parameters: Iterable[nn.Parameter], collectives: Collectives) -> None:
+def sum_over_replicas(
+    parameters: Iterable[nn.Parameter], collectives: Collectives, around: Around = lambda nbytes: nullcontext()
+) -> None:
     """Add the gradients of all data replicas, in buckets, identically on every rank of the group.
 
     A parameter without gradient on all replicas keeps None, as in a single process; one that has a gradient on some
-    counts as zero on the others. Cost per step: one message per 25 MiB of dense gradients.
+    counts as zero on the others. Cost per step: one message per 25 MiB of dense gradients, and before them a small
+    one, which waits for the last replica; each inside of `around`.
     """
     owned = [parameter for parameter in parameters if parameter.requires_grad]
     if not owned:
         return
     present = torch.tensor([float(p.grad is not None) for p in owned], device=owned[0].device)
-    collectives.sum_over_replicas(present)
+    with around(present.nbytes):
+        collectives.sum_over_replicas(present)
     used = [parameter for parameter, count in zip(owned, present.tolist(), strict=True) if count]
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     for bucket in buckets([parameter.grad for parameter in used if parameter.grad is not None]):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        collectives.sum_over_replicas(flat)
-        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(part.view_as(grad))
+        with around(sum(grad.nbytes for grad in bucket)):
+            flat = torch.cat([grad.reshape(-1) for grad in bucket])
+            collectives.sum_over_replicas(flat)
+            for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+                grad.copy_(part.view_as(grad))
 
 
 def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:

@@ -3,39 +3,77 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+from lightning_afd.clock import Clock, HostClock
 from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action
-from lightning_afd.timeline import Span
+from lightning_afd.timeline import Reduce, Span
 
 Handlers = Mapping[tuple[str, str], Callable[[Action], None]]
 
 
 class Runtime:
-    """Runs programs of one rank and remembers the spans of the last one."""
+    """Runs programs of one rank and remembers when it did what in the last one, and behind it."""
 
     def __init__(self, rank: int, worker: Worker, handlers: Handlers) -> None:
         self._rank = rank
         self._worker = worker
         self._handlers = handlers
-        self.spans: list[Span] = []
+        self.clock: Clock = HostClock()
+        """Measures the next program, and what is done behind it."""
+        self._measured_by = self.clock
+        self._actions: list[Action] = []
+        self._chunks: list[int] = []
+        self._marks: list[Any] = []
+        """Start and end of each action, then of each chunk."""
         self._current: tuple[Action | None, float] = None, time.perf_counter()
 
     def run(self, program: Sequence[Action]) -> None:
         """Execute the actions in order; an exception gets a note with rank, role, layer and micro-batch."""
-        self.spans = spans = []
-        now = time.perf_counter
+        self._measured_by, self._actions, self._chunks, self._marks = self.clock, [], [], []
+        self._measured_by.begin()
+        now, mark = time.perf_counter, self._measured_by.mark
         for action in program:
-            start = now()
-            self._current = action, start
+            self._current = action, now()
+            start = mark()
             try:
                 self._handlers[action.op, action.phase](action)
             except Exception as error:
                 error.add_note(self._place(action))
                 raise
-            spans.append(Span(action, self._rank, start, now()))
+            self._marks += start, mark()
+            self._actions.append(action)
         self._current = None, now()
+
+    @contextmanager
+    def reducing(self, nbytes: int) -> Iterator[None]:
+        """Around the sum of one chunk of gradients over replicas, behind a program."""
+        start = self._measured_by.mark()
+        yield
+        self._marks += start, self._measured_by.mark()
+        self._chunks.append(nbytes)
+
+    @property
+    def times(self) -> list[float]:
+        """Start and end (perf_counter) of each action of the last program that came to an end."""
+        return self._measured_by.seconds(self._marks[: 2 * len(self._actions)])
+
+    @property
+    def spans(self) -> list[Span]:
+        """These actions."""
+        times = self.times
+        pairs = zip(self._actions, times[::2], times[1::2], strict=True)
+        return [Span(action, self._rank, start, end) for action, start, end in pairs]
+
+    @property
+    def reduces(self) -> list[Reduce]:
+        """The chunks that were summed behind it."""
+        times = self._measured_by.seconds(self._marks[2 * len(self._actions) :])
+        chunks = zip(self._chunks, times[::2], times[1::2], strict=True)
+        return [Reduce(number, self._rank, start, end, size) for number, (size, start, end) in enumerate(chunks)]
 
     @property
     def current(self) -> tuple[Action | None, float]:

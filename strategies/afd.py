@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from lightning_afd.model.split import MoELayer
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
+from lightning_afd.recording.saved import FOLDER
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.divided import divide_state
 from lightning_afd.strategies.driver import Driver, StepStats
@@ -34,6 +37,7 @@ from lightning_afd.strategies.saving import SavingStrategy
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.signals import AgreedSignals, save_last
+from lightning_afd.strategies.tracing import Figures, Tracer
 from lightning_afd.strategies.watch import activity_of
 from lightning_afd.timeline import Timeline
 
@@ -63,6 +67,7 @@ class AFDStrategy(SavingStrategy):
         self._hooks: UserHooks | None = None
         self._gradient_norm: GradientNorm | None = None
         self._balance: ExpertBalance | None = None
+        self._tracer: Tracer | None = None
         self._unshare_found_inf: Callable[[], None] = lambda: None
         self._signals: AgreedSignals | None = None
         self._accumulating = False
@@ -82,14 +87,23 @@ class AFDStrategy(SavingStrategy):
         """Norm of all gradients in the last optimizer step, before clipping; under a loss scaler only if clipped by."""
         return None if self._gradient_norm is None else self._gradient_norm.value
 
+    @property
+    def recorded(self) -> Figures | None:
+        """Figures of the last batch, equal on all ranks, if it belongs to a step that was recorded (`trace`)."""
+        return None if self._tracer is None else self._tracer.figures
+
     def gather_timeline(self) -> Timeline | None:
-        """Collective: the spans of the last step of all ranks, on rank 0; None on the others.
+        """Collective: what all ranks did in the last step, on rank 0; None on the others.
 
         Times are comparable between ranks of one host.
         """
         assert self.engine is not None
-        spans = self.transport.gather_object(self.engine.runtime.spans)
-        return None if spans is None else Timeline(self.layout, tuple(span for part in spans for span in part))
+        runtime = self.engine.runtime
+        parts = self.transport.gather_object((runtime.spans, runtime.reduces))
+        if parts is None:
+            return None
+        spans, reduces = (tuple(chain.from_iterable(each)) for each in zip(*parts, strict=True))
+        return Timeline(self.layout, spans, reduces)
 
     @override
     def expert_maps(self) -> list[dict[str, Any]]:
@@ -145,6 +159,7 @@ class AFDStrategy(SavingStrategy):
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
         self._signals = None if trainer.state.fn == "predict" else AgreedSignals(trainer)
         self._driver = Driver(self.engine, module, self.seeds, lambda: self._signals.wish() if self._signals else 0.0)
+        self._tracer = Tracer(self.engine, self.config.trace, str(self._backend))
         assert self._groups is not None
         self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)
         self._judge_gradients(self.engine, module)
@@ -173,7 +188,7 @@ class AFDStrategy(SavingStrategy):
             )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
-        self.compare_plans(repr(plan))
+        self.compare_plans(f"{plan!r}, trace={config.trace}")
         return Engine(plan, self.global_rank, self.transport, self.transport), layers
 
     def _place(self, module: pl.LightningModule, layers: Sequence[MoELayer]) -> None:
@@ -210,7 +225,10 @@ class AFDStrategy(SavingStrategy):
         around = self.precision_plugin.train_step_context
         scale = loss_scale(self.precision_plugin, self.lightning_module.trainer.accumulate_grad_batches)
         given, last_of_window = (*args, *kwargs.values()), lambda: not self._accumulating
+        assert self._tracer is not None
+        self._tracer.begin(0 if self._accumulating else self.lightning_module.trainer.global_step + 1)
         made = self.guarded(self.driver.train, given, around, last_of_window, scale)
+        self._tracer.end_batch()
         if not self._accumulating:
             self.guarded(self.balance.end_window)
         self._agree_on_signals(step_ends=not self._accumulating)
@@ -232,7 +250,15 @@ class AFDStrategy(SavingStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, *args, **kwargs)
-        return self.guarded(self.balance.around, step, self.precision_plugin, self._gradient_norm)
+        made = self.guarded(self.balance.around, step, self.precision_plugin, self._gradient_norm)
+        assert self._tracer is not None and self.stats is not None
+        self.guarded(self._tracer.finish, self.stats, self._trace_folder)
+        return made
+
+    def _trace_folder(self) -> Path:
+        """Collective: where recordings go."""
+        trainer, chosen = self.lightning_module.trainer, self.config.trace_dir
+        return Path(chosen) if chosen != "auto" else Path(trainer.log_dir or trainer.default_root_dir, FOLDER)
 
     def _evaluate(self, step: str, context: str, args: tuple[Any, ...]) -> Any:
         function, around = getattr(self.lightning_module, step), getattr(self.precision_plugin, context)

@@ -60,6 +60,10 @@ class AFDConfig:
 
     Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer.
     """
+    trace: int = 0
+    """Every how many optimizer steps one is recorded: what every rank did when, and what explains it; 0: none."""
+    trace_dir: str = "auto"
+    """Folder of the recordings; "auto" is trace/ in the logger's folder, or in default_root_dir without a logger."""
     weights_only: bool = True
     """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
@@ -78,6 +82,10 @@ class AFDConfig:
             raise MisconfigurationException(f"on_nonfinite={self.on_nonfinite!r}: choose 'error' or 'skip'")
         if self.optimizer_sharding not in ("none", "torch"):
             raise MisconfigurationException(f"optimizer_sharding={self.optimizer_sharding!r}: choose 'none' or 'torch'")
+        if self.trace < 0:
+            raise MisconfigurationException(
+                f"trace={self.trace}: choose 0 (off) or every how many steps one is recorded"
+            )
         if self.micro_batches < 1:
             raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
 

@@ -208,7 +208,7 @@ class Driver:
     def _install(self, loss_scale: float, last_of_window: Callable[[], bool], scale: Tensor) -> None:
         self._stash.install(scale / loss_scale)
         if last_of_window():
-            sum_over_replicas(self._dense, self.engine.collectives)
+            sum_over_replicas(self._dense, self.engine.collectives, self.engine.runtime.reducing)
 
 
 def _loss_of(result: Any) -> Tensor:

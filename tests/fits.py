@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from tiny import tiny
 from torch import Tensor, nn
@@ -59,6 +60,23 @@ class Run:
             own = {"attention": attention, "ffn": ffn, "groups": self.groups, "micro_batches": self.micro_batches}
             options |= {"strategy": AFDStrategy(**{**own, **(strategy or {})}), "plugins": [LightningEnvironment()]}
         return pl.Trainer(**options)
+
+
+class Memory(Logger):
+    """Keeps everything, on every rank."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Keep a line."""
+        self.lines.append((int(step or 0), dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to keep."""
 
 
 class Steps:

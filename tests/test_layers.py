@@ -25,7 +25,7 @@ PURE = (
 )
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
-    *("runtime", "tail_rank", "attention_rank", "ffn_rank", "engine", "checkpoint", "measure"),
+    *("clock", "runtime", "tail_rank", "attention_rank", "ffn_rank", "engine", "checkpoint", "measure"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING

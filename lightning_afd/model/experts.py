@@ -222,6 +222,8 @@ class ExpertShard:
         assert flags is not None
         self._has_gate = flags.has_gate
         self._module, self._grouped, self._recompute = module, grouped, recompute
+        self.kernel = ""
+        """What multiplied the rows of the last call: "loop" or "grouped_mm"."""
         self._up = Projection(module, "gate_up_proj" if flags.has_gate else "up_proj", flags)
         self._down = Projection(module, "down_proj", flags)
 
@@ -239,6 +241,7 @@ class ExpertShard:
         """
         experts = len(self._down.weight)
         rows = sort_rows(idx_TK, experts, self._use_grouped(x_TH))
+        self.kernel = "grouped_mm" if rows.ends is None else "loop"
         z_RZ = self._before_gate(x_TH, rows)
         y_RH = self._down.forward(self._gate(z_RZ), rows)
         y_TH = rows.sum_per_token(y_RH * rows.weights(w_TK)[:, None]).to(x_TH.dtype)

@@ -99,6 +99,11 @@ class WithShared:
     def __init__(self, experts: ExpertShard, module: nn.Module, *, recompute: bool = False) -> None:
         self._experts, self._module, self._recompute = experts, module, recompute
 
+    @property
+    def kernel(self) -> str:
+        """As that of the routed experts."""
+        return self._experts.kernel
+
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the layer's experts that this rank holds."""
         return self._experts.parameters() + list(self._module.parameters())

@@ -7,7 +7,7 @@ use; on a channel, messages between two ranks of the same micro-batch never over
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -46,6 +46,9 @@ class Collectives(Protocol):
 
     def broadcast_object(self, value: object, source: int) -> object:
         """The object of rank `source` on every rank."""
+
+    def gather_object(self, value: object) -> list[Any] | None:
+        """The objects of all ranks, by rank, on rank 0; None on the others."""
 
     def send_object(self, value: object, receiver: int) -> None:
         """Send any picklable object to one rank, which calls `receive_object`."""

@@ -30,14 +30,16 @@ from lightning_afd.transport.wire import (
 
 
 class Link:
-    """One rank's end of all messages; counts the payload that it sends."""
+    """One rank's end of all messages; counts what it sends."""
 
     def __init__(self, transport: Transport, rank: int, device: torch.device, map_version: int = 0) -> None:
         self.rank = rank
         self.payload_bytes = 0
+        self.sent: dict[tuple[Channel, int], tuple[int, int]] = {}
+        """Messages and bytes, headers included, of the last step by channel and receiver."""
         self._transport = transport
         self.device = device
-        self._map_version = map_version
+        self.map_version = map_version
         self._step = 0
         self._incoming = _Capacities()
         self._outgoing = _Capacities()
@@ -45,6 +47,7 @@ class Link:
     def begin(self, step: int) -> None:
         """Start step number `step`: what was asked for until now becomes the capacity."""
         self._step = step
+        self.sent = {}
         self._incoming.adopt()
         self._outgoing.adopt()
 
@@ -80,7 +83,7 @@ class Link:
         self._transport.release(micro_batch)
 
     def stamp(self, action: Action, sender: int) -> Stamp:
-        return Stamp(action=action, sender=sender, step=self._step, map_version=self._map_version)
+        return Stamp(action=action, sender=sender, step=self._step, map_version=self.map_version)
 
     def grown(self, action: Action, peer: int, need: int) -> Incoming:
         """Offer the larger buffer that a too small one was answered with."""
@@ -92,6 +95,8 @@ class Link:
 
     def _send(self, action: Action, peer: int, part: int, message: Tensor) -> None:
         self.payload_bytes += message.numel() - HEADER_BYTES
+        messages, nbytes = self.sent.get((channel_of(action), peer), (0, 0))
+        self.sent[channel_of(action), peer] = messages + 1, nbytes + message.numel()
         self._transport.send(channel_of(action), peer, tag_of(action.layer, action.micro_batch, part), message)
 
 

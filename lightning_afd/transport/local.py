@@ -123,6 +123,10 @@ class LocalTransport:
     def broadcast_object(self, value: object, source: int) -> object:
         return self._exchange(self._world, value)[source]
 
+    def gather_object(self, value: object) -> list[Any] | None:
+        box = self._exchange(self._world, value)
+        return None if self._rank else [box[rank] for rank in self._world]
+
     def send_object(self, value: object, receiver: int) -> None:
         self._network.objects[self._rank, receiver].append(value)
 

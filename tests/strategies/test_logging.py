@@ -7,9 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Batch, Model, Run, tiny_module, tokens
+from fits import Batch, Memory, Model, Run, tiny_module, tokens
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from pool import RankPool
 from torch import Tensor
@@ -27,23 +26,6 @@ class Result:
     callback: dict[str, float]
     outputs: list[dict[str, Any]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-
-
-class Memory(Logger):
-    """Keeps everything, on every rank."""
-
-    name, version = "memory", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Keep a line."""
-        self.lines.append((int(step or 0), dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to keep."""
 
 
 class Outputs(pl.Callback):

@@ -73,6 +73,8 @@ def test_bytes_are_those_of_distinct_tokens_per_ffn_rank(top_k: int) -> None:
     job.step(batches)
     assert job.network.sent_bytes == payload + headers + announced
     for engine in job.engines:
+        sent = {(channel, engine.rank, peer): size for (channel, peer), (_, size) in engine.link.sent.items()}
+        assert sent == {route: size for route, size in job.network.sent_bytes.items() if route[1] == engine.rank}
         assert engine.link.payload_bytes == sum(size for route, size in payload.items() if route[1] == engine.rank)
     job.network.sent_bytes.clear()
     job.step(batches)

@@ -1,0 +1,108 @@
+"""What ranks measure by their own clocks becomes one timeline, whose clocks agree as far as messages can tell."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from recorded import simulated
+
+from lightning_afd.peers import Peers
+from lightning_afd.placement import Layout
+from lightning_afd.recording import RankClock, Traffic
+from lightning_afd.recording.gather import Part, common_clock, join
+from lightning_afd.schedule.orders import build
+from lightning_afd.schedule.shape import Shape
+from lightning_afd.timeline import Timeline
+from lightning_afd.waits import Wait, waits_of
+
+SHAPE = Shape(layers=4, groups=2, micro_batches=6, router_logits=True)
+SCHEDULE = build("af-pipe", SHAPE)
+STEP = simulated(SHAPE)
+
+
+def parts_of(timeline: Timeline, ahead: list[float], hosts: list[str]) -> list[Part]:
+    """What the ranks of a step would bring, if their clocks were so many seconds ahead."""
+    return [
+        Part(
+            times=array("d", (t + ahead[rank] for span in spans for t in (span.start, span.end))),
+            reduces=tuple((r.start + ahead[rank], r.end + ahead[rank], int(r.nbytes)) for r in timeline.reduces[:1])
+            if rank == 0
+            else (),
+            sent={("Df", 3): (2, 100 + rank)},
+            tokens_per_expert=((rank, 1), (2, 3)) if rank < 2 else (),
+            kernels=frozenset({"loop"} if rank == 2 else {"grouped_mm"} if rank == 3 else ()),
+            host=hosts[rank],
+            source="perf_counter",
+        )
+        for rank, spans in timeline.by_rank.items()
+    ]
+
+
+def travel_back(timeline: Timeline) -> list[Wait]:
+    """Receives that end before a sender has begun."""
+    sends = {(span.rank, span.action): span.start for span in timeline.spans if timeline.lane(span) == "send"}
+    waits = waits_of(timeline, SHAPE)
+    senders = {w.span: Peers(timeline.layout, SHAPE, w.span.rank).senders(w.span.action) for w in waits}
+    return [w for w in waits if any(w.span.end < sends[s, w.span.action] - 1e-8 for s in senders[w.span])]
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1234567.25])
+def test_ranks_of_one_host_share_a_clock(ahead: float) -> None:
+    joined = join(parts_of(STEP, [ahead] * 4, ["here"] * 4), STEP.layout, SCHEDULE)
+    assert joined.timeline == STEP
+    assert joined.clocks == (RankClock(),) * 4
+    assert joined.traffic[1] == Traffic(1, 3, "Df", 2, 101)
+    assert joined.tokens_per_expert == ((1, 2), (4, 6))
+    assert joined.kernels == "grouped_mm, loop"
+
+
+def test_a_rank_that_did_something_else_is_noticed() -> None:
+    parts = parts_of(STEP, [0.0] * 4, ["here"] * 4)
+    with pytest.raises(ValueError, match="zip"):
+        join([*parts[:3], replace(parts[3], times=parts[3].times[:-2])], STEP.layout, SCHEDULE)
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "a", "c"], ["a", "b", "c", "d"]])
+def test_clocks_of_hosts_are_compared_by_messages(hosts: list[str]) -> None:
+    generator = random.Random(str(hosts))
+    shifts = {host: generator.uniform(-1e6, 1e6) for host in hosts}
+    ahead = [shifts[host] for host in hosts]
+    joined = join(parts_of(STEP, ahead, hosts), STEP.layout, SCHEDULE)
+    for rank, clock in enumerate(joined.clocks):
+        assert abs(clock.offset - (ahead[0] - ahead[rank])) <= clock.accuracy + 1e-9
+        assert clock.accuracy < 3e-3  # a message of the step is under way for 1 ms and more; its hops add up
+        assert (clock.accuracy == 0) == (hosts[rank] == "a")
+        assert clock.host == sorted(set(hosts)).index(hosts[rank])
+    assert not travel_back(joined.timeline)
+    lengths = [sum(s.seconds for s in own) for own in joined.timeline.by_rank.values()]
+    assert lengths == pytest.approx([sum(s.seconds for s in own) for own in STEP.by_rank.values()])
+
+
+def test_without_the_comparison_messages_would_travel_back_in_time() -> None:
+    ahead = [0.0, 0.0, 5.0, 5.0]
+    joined = join(parts_of(STEP, ahead, ["here"] * 4), STEP.layout, SCHEDULE)
+    assert travel_back(joined.timeline)
+
+
+def test_bounds_lead_over_other_hosts() -> None:
+    """Replica 0 and replica 1 exchange nothing, but both talk to the F rank."""
+    layout, shape = Layout(attention=2, ffn=1), Shape(layers=1, micro_batches=1)
+    one = simulated(shape)
+    spans = tuple(replace(s, rank=r) for r, own in ((0, 0), (1, 0), (2, 1)) for s in one.by_rank[own])
+    raw = Timeline(layout, tuple(replace(s, start=s.start + 7 * s.rank, end=s.end + 7 * s.rank) for s in spans))
+    clocks = common_clock(raw, shape, ["a", "b", "c"])
+    assert [clock.offset for clock in clocks] == pytest.approx([0, -7, -14], abs=3e-3)
+    assert 0 < clocks[2].accuracy < clocks[1].accuracy
+
+
+def test_times_are_whole_nanoseconds_from_the_first_action_on() -> None:
+    parts = parts_of(STEP, [1 / 3] * 4, ["here"] * 4)
+    timeline = join(parts, STEP.layout, SCHEDULE).timeline
+    assert timeline.start == 0
+    times = [t for span in timeline.by_rank[0] for t in (span.start, span.end)]
+    assert all(t == round(t * 1e9) / 1e9 for t in times)
+    assert all(a <= b for a, b in pairwise(times))
