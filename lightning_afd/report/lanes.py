@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from lightning_afd.draw import COLORS, NAMES
+from lightning_afd.draw import COLORS, NAMES, REDUCE, SEND
 from lightning_afd.placement import Layout
 from lightning_afd.report.markup import element, legend, seconds_text, text, tick_text, ticks
 from lightning_afd.timeline import Reduce, Span, Timeline
@@ -188,6 +188,13 @@ def _buttons() -> str:
 
 KINDS = {op + phase: NAMES[op, phase] for op, phase in COLORS}
 """CSS class and name of each kind of compute action."""
+
+
+def colors() -> str:
+    """Style rules: the colours of pictures of timelines, for boxes and for parts of bars."""
+    kinds = {op + phase: color for (op, phase), color in COLORS.items()}
+    kinds |= {"send": SEND, "reduce": REDUCE, "compute": COLORS["A", "f"]}
+    return "\n".join(f".{kind} {{ --c: {color} }}" for kind, color in kinds.items())
 
 
 def _legend(kinds: Iterable[str]) -> str:

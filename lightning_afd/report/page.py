@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from lightning_afd.report.experts import experts
+from lightning_afd.report.lanes import colors
 from lightning_afd.report.markup import element, text
 from lightning_afd.report.progress import drift, losses
 from lightning_afd.report.run import Run, read_run, recordings_of
@@ -113,7 +114,7 @@ def page(run: Run) -> str:
     title = text(f"{run.name}: step {run.chosen.global_step}")
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_file('style.css')}</style>"
+        f"<title>{title}</title><style>{_file('style.css')}\n{colors()}</style>"
     )
     body = element("h1", title) + _contents() + "".join(section(panel, run) for panel in PANELS)
     script = f"<script>{_file('zoom.js')}</script>"
