@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_afd.errors import RecordingError
+from lightning_afd.errors import RecordingError, ScheduleError
 from lightning_afd.recording import Recording, load, recordings_in
 from lightning_afd.recording.saved import FOLDER as TRACE
 from lightning_afd.waits import Usage, Wait, usage_of, waits_of
@@ -18,7 +18,8 @@ from lightning_afd.waits import Usage, Wait, usage_of, waits_of
 MOST = 100
 """So many recordings are read at most, spread over the run: more would take long and show no more."""
 POOLED = 5
-"""Steps whose receives are put together at most."""
+"""Steps whose receives are put together at most; fewer where they have more than POOLED_ACTIONS in all."""
+POOLED_ACTIONS = 500_000
 METRICS, SETTINGS = "metrics.csv", "config.yaml"
 Points = tuple[tuple[float, float], ...]
 """(optimizer step, value)."""
@@ -44,7 +45,7 @@ class Run:
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
         """Every receive of the chosen step."""
-        return waits_of(self.chosen.timeline, self.chosen.shape)
+        return _waits(self.chosen)
 
     @cached_property
     def usage(self) -> dict[int, Usage]:
@@ -53,14 +54,16 @@ class Run:
 
     @cached_property
     def pooled(self) -> tuple[Recording, ...]:
-        """At most POOLED recordings of the chosen one's layout and shape; others tell nothing of its stages."""
-        same = self.chosen.timeline.layout, self.chosen.shape
-        return tuple(_spread([one for one in self.recordings if (one.timeline.layout, one.shape) == same], POOLED))
+        """Recordings of the chosen one's layout and shape, POOLED at most; others tell nothing of its stages."""
+        chosen = self.chosen
+        same = [o for o in self.recordings if (o.timeline.layout, o.shape) == (chosen.timeline.layout, chosen.shape)]
+        most = min(POOLED, POOLED_ACTIONS // max(1, len(chosen.timeline.spans)))
+        return tuple(_spread(same, most)) if most > 1 else (chosen,)
 
     @cached_property
     def all_waits(self) -> tuple[Wait, ...]:
         """Every receive of the pooled steps."""
-        return tuple(wait for one in self.pooled for wait in waits_of(one.timeline, one.shape))
+        return tuple(wait for one in self.pooled for wait in (self.waits if one is self.chosen else _waits(one)))
 
 
 def read_run(folder: str | Path, step: int | None = None) -> Run:
@@ -87,6 +90,13 @@ def read_run(folder: str | Path, step: int | None = None) -> Run:
         metrics=read_metrics(metrics) if (metrics := _newest(folder, METRICS)).is_file() else {},
         model=_model(folder / SETTINGS),
     )
+
+
+def _waits(recording: Recording) -> tuple[Wait, ...]:
+    try:
+        return waits_of(recording.timeline, recording.shape)
+    except ScheduleError as error:
+        raise RecordingError(f"the recording of step {recording.global_step} is damaged: {error}") from error
 
 
 def recordings_of(folder: Path) -> list[Path]:

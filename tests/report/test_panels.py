@@ -96,6 +96,19 @@ def test_waits_of_another_schedule_are_left_out() -> None:
     assert len(run_of(by_hand(), by_hand()).all_waits) == 2 * len(alone.all_waits)
 
 
+def test_a_step_without_a_sender_is_named() -> None:
+    alone = recorded(Timeline(Layout(attention=1, ffn=1), tuple(spans(A_RANK))), ONE, global_step=70)
+    with pytest.raises(RecordingError, match="the recording of step 70 is damaged: rank 0 waits in C0f0"):
+        waits(run_of(alone))
+
+
+def test_long_steps_are_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_afd.report.run.POOLED_ACTIONS", 30)
+    assert len(run_of(by_hand(), by_hand()).pooled) == 2
+    monkeypatch.setattr("lightning_afd.report.run.POOLED_ACTIONS", 20)
+    assert run_of(by_hand(loss=1.0), by_hand(loss=2.0)).pooled[0].loss == 2.0
+
+
 def test_bytes_by_link_and_channel() -> None:
     recording = step_of(Shape(layers=2, micro_batches=3))
     assert link_bytes(recording) == {
