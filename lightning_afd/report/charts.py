@@ -27,10 +27,10 @@ class Curve:
     """Whether each point gets a dot: they are few, and the line between them is only a guide."""
 
 
-def line_chart(curves: Sequence[Curve], x_name: str, height: int = 200) -> str:
-    """Lines over a common x axis; each curve has at least one point."""
+def line_chart(curves: Sequence[Curve], x_name: str, *, height: int = 200, also: Sequence[float] = ()) -> str:
+    """Lines over a common x axis; each curve has at least one point. The y axis reaches the values of `also`, too."""
     xs = [x for curve in curves for x, _ in curve.points]
-    ys = [y for curve in curves for _, y in curve.points]
+    ys = [y for curve in curves for _, y in curve.points] + list(also)
     x_range, y_range = _widened(min(xs), max(xs), 0.0), _widened(min(ys), max(ys), 0.08)
     inner, marks = [], []
     for curve in curves:

@@ -49,7 +49,9 @@ def _chart(curves: dict[str, Points], x_name: str) -> str:
 def drift(run: Run) -> str:
     """Length and parts of every recorded step."""
     curve = tuple((float(one.global_step), one.seconds * 1e3) for one in run.recordings)
-    chart = line_chart([Curve(name="step", points=curve, marks=True)], "optimizer step (milliseconds per step)")
+    chart = line_chart(
+        [Curve(name="step", points=curve, marks=True)], "optimizer step (milliseconds per step)", also=[0]
+    )
     head = ("step", "seconds", "tokens/s", "against the first", "loss")
     return element("p", text(drift_text(run))) + chart + table(head, step_rows(run)[-LISTED:])
 

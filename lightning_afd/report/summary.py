@@ -25,7 +25,7 @@ def summary_rows(run: Run, regime: Regime) -> list[tuple[str, str]]:
     return [
         ("Bound by", regime.bound),
         ("Tokens per second", f"{one.tokens / one.seconds:,.0f}" if one.seconds > 0 else NONE),
-        ("Step", f"{seconds_text(one.seconds)} for {one.tokens:,} tokens, loss {one.loss:.4f}"),
+        ("Forward and backward", f"{seconds_text(one.seconds)} for {one.tokens:,} tokens, loss {one.loss:.4f}"),
         ("Ranks on average", f"busy {usage['busy']:.0%}, exposed communication {usage['exposed']:.0%}"),
         ("Model", _model(run)),
         ("Layout", f"{layout.describe()}: {count_text(layout.world, 'rank')} on {hosts}"),

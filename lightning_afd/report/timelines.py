@@ -30,8 +30,7 @@ def timing_text(prediction: Prediction, measured: float) -> str:
     return (
         f"Predicted {seconds_text(predicted)} (upper rows, one per worker), measured {seconds_text(measured)} (lower "
         f"rows, {measured / predicted - 1:+z.1%}). The prediction is the same schedule, simulated with the measured "
-        "median of each kind of action on its slowest rank, and with messages that take "
-        f"{way_text(prediction)}; packing is no work there."
+        f"median of each kind of action on its slowest rank, {way_text(prediction)}; packing is no work there."
     )
 
 
@@ -39,6 +38,7 @@ def way_text(prediction: Prediction) -> str:
     """What was measured of the way of messages."""
     link = prediction.link
     if not prediction.observed:
-        return "no time at all, as no message was waited for before it was sent"
-    per_byte = f" and {bytes_text(link.attention)}/s" if link.attention < inf else ", whatever their size"
-    return f"{seconds_text(link.latency)}{per_byte}, measured on {prediction.observed:,} that were waited for"
+        return "and messages take no time, as none was waited for before it was sent"
+    rate = f"a rate of {bytes_text(link.attention)}/s" if link.attention < inf else "no time per byte"
+    latency = "no latency" if not link.latency else f"a latency of {seconds_text(link.latency)}"
+    return f"and messages have {latency} and {rate}, as {prediction.observed:,} of them had that were waited for"

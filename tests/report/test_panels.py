@@ -39,7 +39,7 @@ def test_summary_has_the_figures_of_the_chosen_step() -> None:
     run = run_of(by_hand(global_step=7, loss=1.25), by_hand(global_step=9, loss=0.5), model="qwen3_moe")
     rows = dict(summary_rows(run, regime_of(run.chosen.timeline, run.usage)))
     assert rows["Tokens per second"] == "4"
-    assert rows["Step"] == "10.0 s for 40 tokens, loss 0.5000"
+    assert rows["Forward and backward"] == "10.0 s for 40 tokens, loss 0.5000"
     assert rows["Bound by"] == "attention"
     assert rows["Layout"] == "1A + 1F: 2 ranks on 1 host"
     assert rows["Order"] == "af-pipe, 1 micro-batch per attention rank and step"
