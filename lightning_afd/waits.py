@@ -83,7 +83,7 @@ class _Senders:
 
 
 class _LastSend:
-    """Role of several ranks, and when the last of them began an action; found once for all ranks that receive from the same ones."""
+    """Role of several ranks, and when the last of them began an action; found once for all that receive from them."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._began = {
