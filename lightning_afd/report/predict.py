@@ -69,8 +69,8 @@ def link_of(waits: Iterable[Wait], kinds: dict[str, float]) -> tuple[Link, int]:
     """
     ways: dict[str, list[float]] = defaultdict(list)
     for wait in waits:
-        if wait.sent > wait.span.start:
-            ways[wait.span.action.op + wait.span.action.phase].append(wait.span.end - wait.sent)
+        if wait.for_peer > 0:
+            ways[wait.span.action.op + wait.span.action.phase].append(wait.for_net)
     points = [(kinds.get(kind, 0.0), median(seconds), len(seconds)) for kind, seconds in ways.items()]
     latency, per_byte = fit(points)
     rate = 1 / per_byte if per_byte > 0 else inf
