@@ -103,6 +103,7 @@ def write_report(run: str | Path, out: str | Path | None = None, step: int | Non
     """
     path = Path(run, REPORT) if out is None else Path(out)
     content = page(read_run(run, step))
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(content, encoding="utf-8")
     os.replace(unfinished, path)

@@ -6,7 +6,7 @@ from math import isfinite
 
 from lightning_afd.report.charts import Curve, line_chart
 from lightning_afd.report.markup import element, legend, seconds_text, table, text
-from lightning_afd.report.run import Points, Run
+from lightning_afd.report.run import Points, Run, tokens_per_second
 
 COLORS = 6
 LISTED = 40
@@ -63,7 +63,7 @@ def step_rows(run: Run) -> list[list[str]]:
         [
             str(one.global_step),
             seconds_text(one.seconds),
-            f"{one.tokens / one.seconds:,.0f}",
+            f"{tokens_per_second(one):,.0f}",
             f"{one.seconds / first - 1:+z.1%}",
             f"{one.loss:.4f}",
         ]

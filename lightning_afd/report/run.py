@@ -81,7 +81,7 @@ def read_run(folder: str | Path, step: int | None = None) -> Run:
             f"{folder} has no recorded steps (trace/step-*.json): train with AFDStrategy(trace=50), or "
             "strategy.trace=50 in the recipe, to record every 50th"
         )
-    recordings = tuple(load(path) for path in _spread(paths, MOST))
+    recordings = tuple(_loaded(path) for path in _spread(paths, MOST))
     return Run(
         name=folder.resolve().name,
         recordings=recordings,
@@ -92,11 +92,23 @@ def read_run(folder: str | Path, step: int | None = None) -> Run:
     )
 
 
+def _loaded(path: Path) -> Recording:
+    recording = load(path)
+    if recording.seconds <= 0 or not recording.timeline.spans:
+        raise RecordingError(f"{path} is a damaged recording: nothing happened in {recording.seconds:g} seconds")
+    return recording
+
+
 def _waits(recording: Recording) -> tuple[Wait, ...]:
     try:
         return waits_of(recording.timeline, recording.shape)
     except ScheduleError as error:
         raise RecordingError(f"the recording of step {recording.global_step} is damaged: {error}") from error
+
+
+def tokens_per_second(recording: Recording) -> float:
+    """Tokens of all A ranks over the time of the slowest rank."""
+    return recording.tokens / recording.seconds
 
 
 def recordings_of(folder: Path) -> list[Path]:
@@ -130,19 +142,24 @@ def _newest(folder: Path, name: str) -> Path:
 
 def read_metrics(path: Path) -> dict[str, Points]:
     """Every column of a file of Lightning's CSVLogger by its steps, empty and non-finite cells left out."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = csv.DictReader(file)
-        names = [name for name in rows.fieldnames or () if name not in ("step", "epoch")]
-        if "step" not in (rows.fieldnames or ()):
-            raise RecordingError(f"{path} is no file of Lightning's CSVLogger: its first line has no column 'step'")
-        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for row in rows:
-            for name in names:
-                if row[name]:
-                    columns[name].append(
-                        (_number(row["step"], path, rows.line_num), _number(row[name], path, rows.line_num))
-                    )
-    return {name: finite for name, points in columns.items() if (finite := _finite(points))}
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            return _columns(csv.DictReader(file), path)
+    except csv.Error as error:
+        raise RecordingError(f"{path} is no file of Lightning's CSVLogger: {error}") from error
+
+
+def _columns(rows: csv.DictReader[str], path: Path) -> dict[str, Points]:
+    if "step" not in (rows.fieldnames or ()):
+        raise RecordingError(f"{path} is no file of Lightning's CSVLogger: its first line has no column 'step'")
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        step = _number(row.pop("step"), path, rows.line_num)
+        for name in row.keys() - {"epoch", None}:
+            if row[name]:
+                columns.setdefault(name, []).append((step, _number(row[name], path, rows.line_num)))
+    names = (name for name in rows.fieldnames or () if name in columns)
+    return {name: finite for name in names if (finite := _finite(columns[name]))}
 
 
 def _number(text: str | None, path: Path, line: int) -> float:

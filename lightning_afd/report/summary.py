@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_afd.recording import Recording
 from lightning_afd.regime import Regime, regime_of
-from lightning_afd.report.markup import NONE, count_text, element, seconds_text, text
-from lightning_afd.report.run import Run
+from lightning_afd.report.markup import count_text, element, seconds_text, text
+from lightning_afd.report.run import Run, tokens_per_second
 from lightning_afd.waits import mean_usage
 
 
@@ -24,7 +24,7 @@ def summary_rows(run: Run, regime: Regime) -> list[tuple[str, str]]:
     hosts = count_text(len({clock.host for clock in one.clocks}), "host")
     return [
         ("Bound by", regime.bound),
-        ("Tokens per second", f"{one.tokens / one.seconds:,.0f}" if one.seconds > 0 else NONE),
+        ("Tokens per second", f"{tokens_per_second(one):,.0f}"),
         ("Forward and backward", f"{seconds_text(one.seconds)} for {one.tokens:,} tokens, loss {one.loss:.4f}"),
         ("Ranks on average", f"busy {usage['busy']:.0%}, exposed communication {usage['exposed']:.0%}"),
         ("Model", _model(run)),

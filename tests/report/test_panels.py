@@ -11,7 +11,7 @@ from reports import BYTES, run_folder, run_of, step_of
 
 from lightning_afd.errors import RecordingError
 from lightning_afd.placement import ExpertMap, Layout
-from lightning_afd.recording import RankClock, Recording, Traffic
+from lightning_afd.recording import RankClock, Recording, Traffic, save
 from lightning_afd.regime import regime_of
 from lightning_afd.report.charts import LEVELS, level_of
 from lightning_afd.report.experts import expert_map, experts, rank_map, spread_text
@@ -209,6 +209,7 @@ def test_many_recordings_are_read_from_first_to_last(tmp_path: Path, monkeypatch
         ),
         ("logs/metrics.csv", "", "metrics.csv is no file of Lightning's CSVLogger: its first line has no column"),
         ("logs/metrics.csv", "step,train_loss\n1,2\n2,high\n", "metrics.csv is no .*: line 3 has 'high' for a number"),
+        ("logs/metrics.csv", "step,loss\n1," + "x" * 200_000, "metrics.csv is no .*: field larger than field limit"),
         ("config.yaml", "model: [1\n", "config.yaml cannot be read as settings: "),
         ("logs/trace/step-00000010.json", "{", "step-00000010.json is no complete recording"),
         ("logs/trace/step-00000010.json", '{"format": "other"}', "step-00000010.json is no recording"),
@@ -218,6 +219,14 @@ def test_files_that_are_something_else_are_named(tmp_path: Path, file: str, cont
     path = run_folder(tmp_path) / file
     path.write_text(content)
     with pytest.raises(RecordingError, match=message):
+        read_run(tmp_path)
+
+
+def test_a_step_in_which_nothing_happened_is_named(tmp_path: Path) -> None:
+    save(by_hand(seconds=0.0), tmp_path / "trace")
+    with pytest.raises(
+        RecordingError, match=r"step-00000050.json is a damaged recording: nothing happened in 0 seconds"
+    ):
         read_run(tmp_path)
 
 
