@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from statistics import median
 
-from lightning_afd.placement import Layout, Worker
+from lightning_afd.placement import Worker
 from lightning_afd.recording import Recording
 from lightning_afd.schedule.actions import Action, Op
-from lightning_afd.simulate import Carried, Link, Load, simulate
+from lightning_afd.simulate import Link, Load, simulate
 from lightning_afd.timeline import Reduce, Span, Timeline
 from lightning_afd.waits import Wait
 
@@ -45,9 +45,8 @@ def predict(recording: Recording, waits: Sequence[Wait]) -> Prediction:
         links=dict.fromkeys(OPS, link),
         reduce=_reduces(recording.timeline),
     )
-    simulation = simulate(recording.schedule(), load)
-    reduces = _as_reduces(simulation.reduces, simulation.timeline.layout)
-    return Prediction(timeline=replace(simulation.timeline, reduces=reduces), link=link, observed=observed)
+    timeline = simulate(recording.schedule(), load).timeline
+    return Prediction(timeline=timeline, link=link, observed=observed)
 
 
 def bytes_by_kind(recording: Recording) -> dict[str, float]:
@@ -123,7 +122,3 @@ def _layer_before(reduce: Reduce, spans: Sequence[Span]) -> int:
     ends = {span.action.layer: span.end for span in spans if span.action.phase in "bw" and span.action.op in "AET"}
     before = [(end, layer) for layer, end in ends.items() if end <= reduce.start]
     return max(before)[1] if before else min(((end, layer) for layer, end in ends.items()), default=(0.0, 0))[1]
-
-
-def _as_reduces(carried: Sequence[Carried], layout: Layout) -> tuple[Reduce, ...]:
-    return tuple(Reduce(chunk, layout.ranks_of(one.worker)[0], one.start, one.end) for chunk, one in enumerate(carried))
