@@ -77,7 +77,9 @@ def drift_text(run: Run) -> str:
         return "Only one step was recorded: a smaller trace= shows how step times change."
     first, last = run.recordings[0], run.recordings[-1]
     times = [one.seconds for one in run.recordings]
+    change = last.seconds / first.seconds - 1
     return (
-        f"Step {last.global_step} took {last.seconds / first.seconds - 1:+z.1%} against step {first.global_step}; "
+        f"Step {last.global_step} took {abs(change):.1%} {'less' if change < 0 else 'more'} time than step "
+        f"{first.global_step}; "
         f"the shortest took {seconds_text(min(times))}, the longest {seconds_text(max(times))}."
     )

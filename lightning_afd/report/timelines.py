@@ -41,4 +41,4 @@ def way_text(prediction: Prediction) -> str:
         return "and messages take no time, as none was waited for before it was sent"
     rate = f"a rate of {bytes_text(link.attention)}/s" if link.attention < inf else "no time per byte"
     latency = "no latency" if not link.latency else f"a latency of {seconds_text(link.latency)}"
-    return f"and messages have {latency} and {rate}, as {prediction.observed:,} of them had that were waited for"
+    return f"and messages have {latency} and {rate} (measured on {prediction.observed:,} that were waited for)"

@@ -180,7 +180,7 @@ def test_drift_compares_recorded_steps_with_the_first() -> None:
         ["5", "10.0 s", "4", "+0.0%", "1.5000"],
         ["10", "12.5 s", "3", "+25.0%", "1.5000"],
     ]
-    assert drift_text(run).startswith("Step 10 took +25.0% against step 5")
+    assert drift_text(run).startswith("Step 10 took 25.0% more time than step 5;")
     assert "Only one step" in drift_text(run_of(by_hand()))
 
 
