@@ -11,9 +11,10 @@ from lightning_afd._registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_afd.model.hub_import import from_pretrained
+    from lightning_afd.report import write_report
     from lightning_afd.strategies.afd import AFDStrategy
 
-__all__ = ["AFDStrategy", "from_pretrained"]
+__all__ = ["AFDStrategy", "from_pretrained", "write_report"]
 __version__ = "0.1.0"
 
 register_strategies()
@@ -28,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from lightning_afd.model.hub_import import from_pretrained
 
         return from_pretrained
+    if name == "write_report":
+        from lightning_afd.report import write_report
+
+        return write_report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from lightning_afd.timeline import Span, Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {
+COLORS = {
     ("A", "f"): "#4c78a8",
     ("A", "b"): "#1f3f66",
     ("A", "w"): "#12263d",
@@ -20,7 +20,7 @@ _COLORS = {
     ("T", "f"): "#9d7bb0",
     ("T", "b"): "#5d3a70",
 }
-_NAMES = {
+NAMES = {
     ("A", "f"): "attention forward",
     ("A", "b"): "attention backward",
     ("A", "w"): "attention weight gradient",
@@ -30,7 +30,7 @@ _NAMES = {
     ("T", "f"): "head forward",
     ("T", "b"): "head backward",
 }
-_WAIT, _SEND, _REDUCE = "#d5d5d5", "#6fb58a", "#c9a0a0"
+WAIT, SEND, REDUCE = "#d5d5d5", "#6fb58a", "#c9a0a0"
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
@@ -46,25 +46,25 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
         for span in spans:
             _draw_span(axes, timeline, span, row, start, end - start)
         for reduce in (reduce for reduce in timeline.reduces if reduce.rank == rank):
-            _draw_bar(axes, row, (reduce.start - start, reduce.seconds), _REDUCE)
+            _draw_bar(axes, row, (reduce.start - start, reduce.seconds), REDUCE)
     axes.set_yticks(range(len(ranks)), [_label(timeline, rank) for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlim(0, (end - start) * 1e3)
     axes.set_xlabel("ms")
     axes.set_title(title, loc="left", fontsize=10)
     drawn = {(span.action.op, span.action.phase) for span in timeline.spans}
-    handles = [Patch(color=_COLORS[key], label=_NAMES[key]) for key in _COLORS if key in drawn]
-    handles += [Patch(color=_SEND, label="packing and sending"), Patch(color=_WAIT, label="waiting for a message")]
-    handles += [Patch(color=_REDUCE, label="sum of gradients")] if timeline.reduces else []
+    handles = [Patch(color=COLORS[key], label=NAMES[key]) for key in COLORS if key in drawn]
+    handles += [Patch(color=SEND, label="packing and sending"), Patch(color=WAIT, label="waiting for a message")]
+    handles += [Patch(color=REDUCE, label="sum of gradients")] if timeline.reduces else []
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
 
 
 def _draw_span(axes: Axes, timeline: Timeline, span: Span, row: int, start: float, total: float) -> None:
     action = span.action
-    color = _COLORS.get((action.op, action.phase)) or (_WAIT if timeline.waits(span) else _SEND)
+    color = COLORS.get((action.op, action.phase)) or (WAIT if timeline.waits(span) else SEND)
     _draw_bar(axes, row, (span.start - start, span.seconds), color)
-    if span.seconds > total / 55 and (action.op, action.phase) in _COLORS:
+    if span.seconds > total / 55 and (action.op, action.phase) in COLORS:
         middle = (span.start + span.end) / 2 - start
         axes.text(middle * 1e3, row, str(action), ha="center", va="center", fontsize=6, color="white")
 

@@ -19,7 +19,7 @@ from lightning_afd.placement import Layout, Role, Worker
 from lightning_afd.schedule.actions import Action, Op
 from lightning_afd.schedule.check import check_executable, in_flight
 from lightning_afd.schedule.shape import Schedule, Shape
-from lightning_afd.timeline import Span, Timeline
+from lightning_afd.timeline import Reduce, Span, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +161,10 @@ def simulate(schedule: Schedule, load: Load) -> Simulation:
         for action, start, end in run.done[worker]
     )
     reduces = run.reduces()
+    chunks = (Reduce(chunk, _rank(layout, r.worker), r.start, r.end) for chunk, r in enumerate(reduces))
     return Simulation(
         schedule=schedule,
-        timeline=Timeline(layout, tuple(spans)),
+        timeline=Timeline(layout, tuple(spans), tuple(chunks)),
         transfers=tuple(run.transfers),
         reduces=reduces,
         busy=dict(run.busy),

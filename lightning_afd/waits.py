@@ -36,12 +36,19 @@ class Wait:
     """When the last of the senders began, but no earlier than the receive and no later than its end."""
 
     @property
+    def for_peer(self) -> float:
+        """Seconds of waiting for the senders."""
+        return self.sent - self.span.start
+
+    @property
+    def for_net(self) -> float:
+        """Seconds of waiting for the network."""
+        return self.span.end - self.sent
+
+    @property
     def seconds(self) -> Mapping[str, float]:
-        """Its two parts, by cause."""
-        return {
-            f"wait_for_{self.sender}": self.sent - self.span.start,
-            "wait_for_net": self.span.end - self.sent,
-        }
+        """Both, by cause."""
+        return {f"wait_for_{self.sender}": self.for_peer, "wait_for_net": self.for_net}
 
 
 def waits_of(timeline: Timeline, shape: Shape) -> tuple[Wait, ...]:
@@ -49,22 +56,54 @@ def waits_of(timeline: Timeline, shape: Shape) -> tuple[Wait, ...]:
 
     Raises ScheduleError for a message that nobody sent.
     """
-    began = {(span.rank, span.action): span.start for span in timeline.spans if span.action.is_transfer}
-    found = []
+    found, last = [], _LastSend(timeline)
     for rank, spans in timeline.by_rank.items():
-        peers, worker = Peers(timeline.layout, shape, rank), timeline.layout.worker_of(rank)
-        receives = (s for s in spans if s.action.is_transfer and shape.endpoints(s.action)[1] == worker)
-        found += [_wait(span, senders, timeline, began) for span in receives if (senders := peers.senders(span.action))]
+        senders_of = _Senders(Peers(timeline.layout, shape, rank))
+        for span in spans:
+            if span.action.is_transfer and (senders := senders_of[span.action]):
+                role, began = last.of(senders, span)
+                found.append(Wait(span, role, min(max(began, span.start), span.end)))
     return tuple(found)
 
 
-def _wait(span: Span, senders: Sequence[int], timeline: Timeline, began: Mapping[tuple[int, Action], float]) -> Wait:
-    missing = [rank for rank in senders if (rank, span.action) not in began]
-    if missing:
-        raise ScheduleError(f"rank {span.rank} waits in {span.action}, but the timeline has none of rank {missing[0]}")
-    last = max(began[rank, span.action] for rank in senders)
-    role = timeline.layout.worker_of(senders[0]).role
-    return Wait(span, role, min(max(last, span.start), span.end))
+class _Senders:
+    """The senders of what a rank receives, none for what it sends; asked once per layer, since there are many spans."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._worker = peers.layout.worker_of(peers.rank)
+        self._known: dict[tuple[str, str, int], tuple[int, ...]] = {}
+
+    def __getitem__(self, action: Action) -> tuple[int, ...]:
+        key = action.op, action.phase, action.layer
+        if key not in self._known:
+            receives = self._peers.shape.endpoints(action)[1] == self._worker
+            self._known[key] = self._peers.senders(action) if receives else ()
+        return self._known[key]
+
+
+class _LastSend:
+    """Role of several ranks, and when the last of them began an action; found once for all that receive from them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._began = {
+            rank: {span.action: span.start for span in spans if span.action.is_transfer}
+            for rank, spans in timeline.by_rank.items()
+        }
+        self._layout = timeline.layout
+        self._known: dict[tuple[tuple[int, ...], Action], tuple[Role, float]] = {}
+
+    def of(self, senders: tuple[int, ...], span: Span) -> tuple[Role, float]:
+        """Of the action of a receive; raises ScheduleError where one of them has none."""
+        key = senders, span.action
+        if key not in self._known:
+            missing = [rank for rank in senders if span.action not in self._began.get(rank, {})]
+            if missing:
+                text = f"rank {span.rank} waits in {span.action}, but the timeline has none of rank {missing[0]}"
+                raise ScheduleError(text)
+            began = max(self._began[rank][span.action] for rank in senders)
+            self._known[key] = self._layout.worker_of(senders[0]).role, began
+        return self._known[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +151,9 @@ def usage_of(timeline: Timeline, waits: Sequence[Wait]) -> dict[int, Usage]:
     """How each rank spends the step."""
     waited = {rank: dict.fromkeys(CAUSES, 0.0) for rank in timeline.by_rank}
     for wait in waits:
-        for cause, seconds in wait.seconds.items():
-            waited[wait.span.rank][cause] += seconds
+        waiting = waited[wait.span.rank]
+        waiting["wait_for_A" if wait.sender == "A" else "wait_for_F"] += wait.for_peer
+        waiting["wait_for_net"] += wait.for_net
     reduces = _grouped(timeline.reduces, lambda reduce: reduce.rank)
     step = timeline.seconds
     found = {}

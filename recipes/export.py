@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from lightning_afd.errors import AFDError, PlanError
-from lightning_afd.recipes.launch import check_given, compose, fail
+from lightning_afd.errors import PlanError
+from lightning_afd.recipes.launch import run_tool
 
 if TYPE_CHECKING:
     import torch
@@ -25,25 +25,7 @@ PATHS = ("ckpt", "out", "config")
 
 def main() -> None:
     """Compose and run what the command line asks for."""
-    sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
-    compose(_job, "export")
-
-
-def quoted(argument: str) -> str:
-    """Quote a path for Hydra: names of checkpoints hold an = ("step=300-val_loss=2.100.ckpt")."""
-    key, equals, value = argument.partition("=")
-    if key not in PATHS or not equals or value[:1] in ("", "'", '"'):
-        return argument
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
-
-
-def _job(config: DictConfig) -> None:
-    try:
-        check_given(config)
-        run(config)
-    except AFDError as error:
-        fail(str(error), 1)
+    run_tool("export", run, PATHS)
 
 
 def run(config: DictConfig) -> None:

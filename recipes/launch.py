@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -89,6 +89,29 @@ def compose(job: Callable[[DictConfig], None], config_name: str = "config") -> N
         if traceback_wanted:
             raise
         fail(sentence(error), 1)
+
+
+def run_tool(name: str, run: Callable[[DictConfig], None], paths: Sequence[str]) -> None:
+    """Run a command that starts no job, in this process; `paths` are its settings that name files."""
+    sys.argv[1:] = [quoted(argument, paths) for argument in sys.argv[1:]]
+
+    def job(config: DictConfig) -> None:
+        try:
+            check_given(config)
+            run(config)
+        except AFDError as error:
+            fail(str(error), 1)
+
+    compose(job, name)
+
+
+def quoted(argument: str, paths: Sequence[str]) -> str:
+    """Quote a path for Hydra: names of checkpoints hold an = ("step=300-val_loss=2.100.ckpt")."""
+    key, equals, value = argument.partition("=")
+    if key not in paths or not equals or value[:1] in ("", "'", '"'):
+        return argument
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 def check_given(config: DictConfig) -> None:

@@ -133,7 +133,8 @@ class LocalJob:
         return self.network.run([lambda rank=rank: function(rank) for rank in range(self.layout.world)])  # type: ignore[misc]
 
     def _sum_replicas(self, rank: int) -> None:
-        sum_over_replicas(dense_parameters(self.models[rank]), self.engines[rank].collectives)
+        engine = self.engines[rank]
+        sum_over_replicas(dense_parameters(self.models[rank]), engine.collectives, engine.runtime.reducing)
 
 
 def gradients_of(model: nn.Module) -> Gradients:

@@ -74,8 +74,22 @@ def report(trainer: "L.Trainer", module: "L.LightningModule", datamodule: "TextD
     sampling = Sampling(tokens=config.sample.tokens, temperature=config.sample.temperature, window=config.data.seq_len)
     text = sample(trainer, module, datamodule.tokenizer, config.sample.prompt, sampling)
     if trainer.is_global_zero:
-        lines = (verdict(loss, datamodule.entropy), f"sample   {text!r}", f"outputs  {config.output_dir}")
+        lines = [verdict(loss, datamodule.entropy), f"sample   {text!r}", *report_line(config.output_dir)]
+        lines.append(f"outputs  {config.output_dir}")
         sys.stdout.write("\n" + "\n".join(lines) + "\n")
+
+
+def report_line(output_dir: str) -> list[str]:
+    """Write report.html where steps were recorded, and return the line that says so."""
+    from lightning_afd.recipes.report import described
+    from lightning_afd.report import has_recordings, write_report
+
+    if not has_recordings(output_dir):
+        return []
+    try:
+        return [f"report   {described(write_report(output_dir))}"]
+    except Exception as error:  # whatever is wrong with a page, the training that it is about has succeeded
+        return [f"report   not written: {error or type(error).__name__}"]
 
 
 def verdict(loss: float, entropy: float) -> str:

@@ -103,6 +103,8 @@ def test_a_layer_is_reduced_behind_its_last_gradient(split: bool) -> None:
         assert reduce.asked == ends[reduce.action]
         assert (reduce.start, reduce.end) == (max(reduce.asked, free), max(reduce.asked, free) + 50)
         free = reduce.end
+    drawn = [(reduce.rank, reduce.start, reduce.end) for reduce in simulation.timeline.reduces]
+    assert drawn == [(0, reduce.start, reduce.end) for reduce in simulation.reduces]
     assert simulation.seconds == free
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
+from math import inf
 
 from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout
 from lightning_afd.recording.record import RankClock, Traffic
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.timeline import Reduce, Span, Timeline
-
-SpanOrReduce = TypeVar("SpanOrReduce", Span, Reduce)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +48,15 @@ class Joined:
 
 def join(parts: Sequence[Part], layout: Layout, schedule: Schedule) -> Joined:
     """Join the parts of all ranks, by rank, that executed a schedule."""
-    own = [_own_times(rank, part, layout, schedule) for rank, part in enumerate(parts)]
-    raw = Timeline(
-        layout,
-        tuple(span for spans, _ in own for span in spans),
-        tuple(reduce for _, reduces in own for reduce in reduces),
-    )
-    clocks = common_clock(raw, schedule.shape, [part.host for part in parts])
+    hosts = [part.host for part in parts]
+    clocks: tuple[RankClock, ...] = (RankClock(),) * len(parts)
+    if len(set(hosts)) > 1:
+        clocks = common_clock(_timeline(parts, layout, schedule, [0.0] * len(parts)), schedule.shape, hosts)
     clocks = tuple(replace(clock, source=part.source) for clock, part in zip(clocks, parts, strict=True))
+    firsts = (min((*part.times[:1], *(start for start, _, _ in part.reduces)), default=inf) for part in parts)
+    zero = min(first + clock.offset for first, clock in zip(firsts, clocks, strict=True))
     return Joined(
-        timeline=_moved(raw, [clock.offset for clock in clocks]),
+        timeline=_timeline(parts, layout, schedule, [clock.offset - zero for clock in clocks]),
         clocks=clocks,
         traffic=tuple(
             Traffic(rank, receiver, channel, messages, nbytes)
@@ -71,32 +68,18 @@ def join(parts: Sequence[Part], layout: Layout, schedule: Schedule) -> Joined:
     )
 
 
-def _own_times(rank: int, part: Part, layout: Layout, schedule: Schedule) -> tuple[list[Span], list[Reduce]]:
-    actions = zip(schedule.programs[layout.worker_of(rank)], part.times[::2], part.times[1::2], strict=True)
-    chunks = enumerate(part.reduces)
-    return (
-        [Span(action, rank, start, end) for action, start, end in actions],
-        [Reduce(chunk, rank, start, end, nbytes) for chunk, (start, end, nbytes) in chunks],
-    )
-
-
-def _moved(raw: Timeline, offsets: Sequence[float]) -> Timeline:
-    """Everything by the common clock, from the first action on."""
-    zero = min((part.start + offsets[part.rank] for part in raw.parts), default=0.0)
-    shifts = [offset - zero for offset in offsets]
-
-    def nanoseconds(time: float) -> float:
-        return round(time * 1e9) / 1e9
-
-    spans = (
-        Span(s.action, s.rank, nanoseconds(s.start + shifts[s.rank]), nanoseconds(s.end + shifts[s.rank]))
-        for s in raw.spans
-    )
-    reduces = (
-        Reduce(r.chunk, r.rank, nanoseconds(r.start + shifts[r.rank]), nanoseconds(r.end + shifts[r.rank]), r.nbytes)
-        for r in raw.reduces
-    )
-    return Timeline(raw.layout, tuple(spans), tuple(reduces))
+def _timeline(parts: Sequence[Part], layout: Layout, schedule: Schedule, shifts: Sequence[float]) -> Timeline:
+    """What all ranks did, each rank's times shifted, in whole nanoseconds."""
+    spans: list[Span] = []
+    reduces: list[Reduce] = []
+    for rank, (part, shift) in enumerate(zip(parts, shifts, strict=True)):
+        times = [round((time + shift) * 1e9) / 1e9 for time in part.times]
+        program = schedule.programs[layout.worker_of(rank)]
+        spans += [Span(a, rank, start, end) for a, start, end in zip(program, times[::2], times[1::2], strict=True)]
+        for chunk, (start, end, nbytes) in enumerate(part.reduces):
+            start, end = (round((time + shift) * 1e9) / 1e9 for time in (start, end))
+            reduces.append(Reduce(chunk, rank, start, end, nbytes))
+    return Timeline(layout, tuple(spans), tuple(reduces))
 
 
 def _sums(tables: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[tuple[int, ...], ...]:
@@ -112,7 +95,7 @@ def common_clock(raw: Timeline, shape: Shape, hosts: Sequence[str]) -> tuple[Ran
     """
     names = list(dict.fromkeys(hosts))
     host_of = [names.index(host) for host in hosts]
-    most = _bounds(raw, shape, host_of) if len(names) > 1 else [[0.0]]
+    most = _bounds(raw, shape, host_of)
     clocks = [
         RankClock(host=h, offset=(most[h][0] - most[0][h]) / 2, accuracy=abs(most[h][0] + most[0][h]) / 2)
         for h in range(len(names))
@@ -123,7 +106,7 @@ def common_clock(raw: Timeline, shape: Shape, hosts: Sequence[str]) -> tuple[Ran
 def _bounds(raw: Timeline, shape: Shape, host_of: Sequence[int]) -> list[list[float]]:
     """The most that offset a may exceed offset b, for each pair of hosts: directly, or over others."""
     count = max(host_of) + 1
-    most = [[0.0 if a == b else float("inf") for b in range(count)] for a in range(count)]
+    most = [[0.0 if a == b else inf for b in range(count)] for a in range(count)]
     began = {(span.rank, span.action): span.start for span in raw.spans if span.action.is_transfer}
     for rank, spans in raw.by_rank.items():
         peers, receiver = Peers(raw.layout, shape, rank), host_of[rank]

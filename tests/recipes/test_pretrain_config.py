@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.errors import PlanError
 from lightning_afd.recipes import launch
-from lightning_afd.recipes.export import quoted
+from lightning_afd.recipes.launch import quoted
 from lightning_afd.recipes.pretrain import check, trainer_settings, verdict
 from lightning_afd.recipes.ranks import check_ranks
 
@@ -91,11 +91,11 @@ def test_unknown_recipe_and_help(tmp_path: Path, no_torch: str) -> None:
     unknown = run(tmp_path, "pretrian", first_on_path=no_torch)
     assert (unknown.returncode, unknown.stderr) == (
         1,
-        "lightning-afd: pretrian is not a recipe; choices: export, pretrain, survey\n",
+        "lightning-afd: pretrian is not a recipe; choices: export, pretrain, report, survey\n",
     )
     general, special = run(tmp_path, "--help"), run(tmp_path, "pretrain", "--help", first_on_path=no_torch)
     assert (general.returncode, special.returncode) == (0, 0)
-    assert "recipes: export, pretrain" in general.stdout
+    assert "recipes: export, pretrain, report" in general.stdout
     assert special.stdout.startswith("lightning-afd pretrain [group=choice]")
     assert f"model: {MODELS}" in special.stdout
 
@@ -219,9 +219,10 @@ def test_rank_of_an_external_launcher(
 
 
 def test_paths_with_an_equals_sign_are_quoted_for_hydra() -> None:
-    assert quoted("ckpt=a/step=3-val_loss=2.1.ckpt") == "ckpt='a/step=3-val_loss=2.1.ckpt'"
-    assert quoted("out=it's") == r"out='it\'s'"
-    assert [quoted(text) for text in ("max_shard_size=1MB", "ckpt='a'", "--help", "out=")] == [
+    paths = ("ckpt", "out")
+    assert quoted("ckpt=a/step=3-val_loss=2.1.ckpt", paths) == "ckpt='a/step=3-val_loss=2.1.ckpt'"
+    assert quoted("out=it's", paths) == r"out='it\'s'"
+    assert [quoted(text, paths) for text in ("max_shard_size=1MB", "ckpt='a'", "--help", "out=")] == [
         *("max_shard_size=1MB", "ckpt='a'", "--help", "out=")
     ]
 

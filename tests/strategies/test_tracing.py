@@ -17,6 +17,7 @@ from lightning_afd.callbacks import StepMonitor
 from lightning_afd.model.place import dense_parameters
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.recording import Recording, load, recordings_in
+from lightning_afd.report import PANELS, write_report
 from lightning_afd.strategies import tracing
 from lightning_afd.strategies.tracing import FIGURES, mean_shares
 from lightning_afd.timeline import LANES
@@ -77,6 +78,8 @@ def test_recorded_steps_of_a_run(pool: RankPool, tmp_path: Path, run: Run) -> No
         recording.global_step: dict(zip(FIGURES, mean_shares(recording), strict=True)) for recording in recordings
     }
     assert ranks[0].figures == pytest.approx(logged[4])
+    page = write_report(tmp_path).read_text()
+    assert all(f'<section id="{panel.key}"' in page for panel in PANELS) and "2 recorded steps (2, 4)" in page
 
 
 def check_recording(recording: Recording, run: Run, dense_bytes: list[int]) -> None:
