@@ -101,14 +101,12 @@ def _predict(name: str, request: Request, layout: _Layout, way: tuple[Rung, Over
     if overlap == "passes":  # DeepSeek-V3 (2412.19437), table 2: (PP / 2 - 1)(F&B + B - 3 W)
         bubble = max(0.0, layout.depth / 2 - 1) * max(0.0, one + stage * (layer.backward - 3 * layer.weights))
     update = _update_seconds(request, job, layout, stage * layer.backward)
-    sizes = (
-        f"experts over {layout.ranks} ranks, {layout.depth} x {layout.virtual} stages, {micro_batches} micro-batches"
-    )
+    stages = f"{layout.depth} x {layout.virtual} stages"
     return Prediction(
         name=name,
         seconds=micro_batches * (one + tail / layout.depth) + bubble + update,
-        detail=f"{sizes}, recompute={rung[0]}",
-        memory_bytes=_memory(request, layout, rung),
+        detail=f"experts over {layout.ranks} ranks, {stages}, {micro_batches} micro-batches, recompute={rung[0]}",
+        memory_bytes=_memory(request, layout, rung, parameters=2 if overlap == "passes" else 1),
     )
 
 
@@ -179,9 +177,10 @@ def _update_seconds(request: Request, job: Job, layout: _Layout, hidden: float) 
     return max(total / stage, total - hidden) + optimizer_seconds(job, sharded + experts)
 
 
-def _memory(request: Request, layout: _Layout, rung: Rung) -> float:
+def _memory(request: Request, layout: _Layout, rung: Rung, *, parameters: int) -> float:
     """Bytes of the fullest rank: 1F1B holds the activations of L layers on each rank, the interleaved one
-    L (1 + (depth - 1) / (depth virtual)); with full recomputation they are the inputs of the layers."""
+    L (1 + (depth - 1) / (depth virtual)); with full recomputation they are the inputs of the layers.
+    DualPipe holds two sets of parameters."""
     job = _rank_job(request, layout, rung)
     attention, ffn = Fitting(replace(request, cluster=job.cluster)).sides(job.layout, rung)
     layers, replicas = len(request.model.moe), request.cluster.devices // layout.depth
@@ -190,7 +189,7 @@ def _memory(request: Request, layout: _Layout, rung: Rung) -> float:
     each = attention.per_forward + ffn.per_forward
     if rung[0] == "full":
         each = job.batch.tokens * job.model.hidden * job.choices.precision.stream_width
-    return (attention.static + ffn.static) / layout.depth + attention.once + held * each
+    return parameters * (attention.static + ffn.static) / layout.depth + attention.once + held * each
 
 
 def _divisors(number: int) -> Iterator[int]:
