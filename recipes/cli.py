@@ -5,7 +5,7 @@ import sys
 
 from lightning_afd.recipes.launch import RECIPES
 
-TOOLS = {"export": "lightning_afd.recipes.export", "survey": "lightning_afd.recipes.survey"}
+TOOLS = {name: f"lightning_afd.recipes.{name}" for name in ("export", "plan", "survey")}
 """Commands that start no job: a name and its module, which has `main()`."""
 
 
