@@ -6,13 +6,14 @@ alone takes, until that is more than the time of the last of the best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_afd.allocate.division import attention_sizes, ffn_sizes
-from lightning_afd.allocate.fit import Footprint, footprints, held, run_length
+from lightning_afd.allocate.fit import Fitting, Footprint, held, run_length
 from lightning_afd.allocate.formula import Stages, exposed_all_reduce, formula_seconds
-from lightning_afd.allocate.request import Candidate, Recompute, Request
+from lightning_afd.allocate.request import RUNGS, Candidate, Request, Rung
 from lightning_afd.allocate.simulated import Ordering, pass_seconds
 from lightning_afd.cost.compute import expert_seconds, segment_seconds
 from lightning_afd.cost.times import StepCosts, step_costs
@@ -24,25 +25,36 @@ from lightning_afd.schedule.shape import Shape
 def best_candidates(request: Request, most: int = 10) -> list[Candidate]:
     """The fastest layouts by the formula, fastest first; raises PlanError where none fits into memory."""
     found: list[Candidate] = []
-    for lower, layout in sorted(_layouts(request), key=lambda entry: (entry[0], entry[1].world)):
-        if len(found) >= most and lower > found[most - 1].seconds:
+    fitting = Fitting(request)
+    for least in sorted(_layouts(request), key=lambda least: (least.seconds, least.layout.world)):
+        worst = found[most - 1].seconds if len(found) >= most else math.inf
+        if least.seconds > worst:
             break
-        found += sorted(ways(request, layout), key=lambda candidate: candidate.sort_key)[:1]
-        found.sort(key=lambda candidate: candidate.sort_key)
+        if not fitting.hopeless(least.layout):
+            tried = ways(request, fitting, least.layout, limit=worst / least.way)
+            found += sorted(tried, key=lambda candidate: candidate.sort_key)[:1]
+            found.sort(key=lambda candidate: candidate.sort_key)
     if not found:
-        raise PlanError(_nothing_fits(request))
+        raise PlanError(_nothing_fits(request, fitting))
     return found[:most]
 
 
-def ways(request: Request, layout: Layout, orders: tuple[str, ...] = ("af-pipe",)) -> Iterator[Candidate]:
-    """Every way to run a step on a layout that fits into memory: passes, runs, recomputation, orders."""
+def ways(
+    request: Request, fitting: Fitting, layout: Layout, *, order: str = "af-pipe", limit: float = math.inf
+) -> Iterator[Candidate]:
+    """Ways to run a step on a layout: for each amount of recomputation and length of runs the fewest passes that fit,
+    if they are not more than `limit`.
+
+    Micro-batches in flight are bounded by memory; a pass of fewer of them fills and drains the pipeline more often.
+    """
     for rung in request.rungs:
-        sides = footprints(request, layout, rung)
-        possible = [run for run in _runs(request, layout, orders) if _bytes(run, sides) <= _limit(request)]
-        if possible:
+        sides = fitting.sides(layout, rung)
+        possible = [run for run in _runs(request, fitting, layout, order) if _bytes(run, sides) <= fitting.limit]
+        fewest = {run.group: run for run in reversed(possible) if run.passes <= limit}
+        if fewest:
             costs = step_costs(request.job(layout, 1, rung))
             stages = Stages.of(costs)
-            for run in possible:
+            for run in fewest.values():
                 yield _candidate(run, rung, (costs, stages), _bytes(run, sides))
         if any(run.passes == 1 and run.group == 4 * layout.groups for run in possible):
             return  # more recomputation has nothing to give
@@ -69,9 +81,7 @@ def simulated(request: Request, candidate: Candidate) -> Candidate:
     return replace(candidate, simulated_seconds=candidate.passes * seconds + update)
 
 
-def _candidate(
-    run: _Run, rung: tuple[Recompute, bool], cost: tuple[StepCosts, Stages], nbytes: float
-) -> Candidate:
+def _candidate(run: _Run, rung: Rung, cost: tuple[StepCosts, Stages], nbytes: float) -> Candidate:
     (costs, stages), micro_batches = cost, run.shape.micro_batches
     length = run_length(2 * run.layout.groups, micro_batches, run.group)
     update = exposed_all_reduce(costs, stages, length) + costs.update.optimizer_seconds
@@ -89,31 +99,45 @@ def _candidate(
     )
 
 
-def _layouts(request: Request) -> Iterator[tuple[float, Layout]]:
-    """Layouts, each with what its computation alone takes per step at least."""
+@dataclass(frozen=True, kw_only=True)
+class _Least:
+    """What computation alone takes on a layout, without any recomputation."""
+
+    layout: Layout
+    seconds: float
+    """Of a step: the busier role."""
+    way: float
+    """Of one micro-batch through all layers and back: a pass takes at least so long."""
+
+
+def _layouts(request: Request) -> Iterator[_Least]:
     model, devices = request.model, request.cluster.devices
     experts = min(layer.experts for layer in model.moe)
-    widest = next(layer for layer in model.moe if layer.experts == experts)
+    narrowest = next(layer for layer in model.moe if layer.experts == experts)
+    attention = _attention_seconds(request)
     for groups in request.groups:
         if 2 * groups > devices or groups > len(model.moe):
             continue
         most, rounds = devices // groups - 1, -(-len(model.moe) // groups)
-        attention = _attention_seconds(request) / groups
         for a in attention_sizes(request.parts, most):
             for f in ffn_sizes(experts, most + 1 - a.ranks):
                 layout = Layout(attention=a.ranks, ffn=f.ranks, groups=groups)
-                ffn = sum(expert_seconds(request.job(layout, 1, ("none", False)), widest).values()) * rounds
-                yield request.per_replica(a.ranks) * max(attention, ffn), layout
+                ffn = expert_seconds(request.job(layout, 1, RUNGS[0]), narrowest)
+                yield _Least(
+                    layout=layout,
+                    seconds=request.per_replica(a.ranks) * max(attention / groups, sum(ffn.values()) * rounds),
+                    way=attention + len(model.moe) * (ffn["f"] + ffn["b"]),
+                )
 
 
 def _attention_seconds(request: Request) -> float:
     """Of one micro-batch, all segments of the MoE layers, without anything to pack."""
-    job = request.job(Layout(attention=1, ffn=1), 1, ("none", False))
+    job = request.job(Layout(attention=1, ffn=1), 1, RUNGS[0])
     known = {segment: sum(segment_seconds(job, segment, 0.0).values()) for segment in set(job.model.segments[:-1])}
     return sum(known[segment] for segment in job.model.segments[:-1])
 
 
-def _runs(request: Request, layout: Layout, orders: tuple[str, ...]) -> Iterator[_Run]:
+def _runs(request: Request, fitting: Fitting, layout: Layout, order: str) -> Iterator[_Run]:
     all_of_them, workers = request.per_replica(layout.attention), 2 * layout.groups
     seen: set[int] = set()
     for passes in range(1, all_of_them + 1):
@@ -121,11 +145,9 @@ def _runs(request: Request, layout: Layout, orders: tuple[str, ...]) -> Iterator
         if micro_batches in seen:
             continue
         seen.add(micro_batches)
-        shape = Shape(layers=len(request.model.moe), groups=layout.groups, micro_batches=micro_batches)
-        groups = (workers, 3 * workers // 2, 2 * workers) if micro_batches > workers else (2 * workers,)
-        for order in orders:
-            for group in groups:
-                yield _Run(layout=layout, shape=shape, passes=passes, order=order, group=group)
+        shape = fitting.shape(layout, micro_batches)
+        for group in (workers, 3 * workers // 2, 2 * workers) if micro_batches > workers else (2 * workers,):
+            yield _Run(layout=layout, shape=shape, passes=passes, order=order, group=group)
 
 
 def _bytes(run: _Run, sides: tuple[Footprint, Footprint]) -> float:
@@ -134,30 +156,26 @@ def _bytes(run: _Run, sides: tuple[Footprint, Footprint]) -> float:
     return max(side.total(n, run.shape.micro_batches) for side, n in zip(sides, in_flight, strict=True))
 
 
-def _limit(request: Request) -> float:
-    return request.cluster.device.memory_bytes
-
-
-def _nothing_fits(request: Request) -> str:
+def _nothing_fits(request: Request, fitting: Fitting) -> str:
     """The layout that lacks least, and what of."""
-    nearest = min(_least(request), key=lambda entry: entry[0])
-    needed, layout, (recompute, experts), what = nearest
-    device = request.cluster.device
+    needed, layout, what = min(_least(request, fitting), key=lambda entry: entry[0])
+    (recompute, experts), device = request.rungs[-1], request.cluster.device
     return (
         f"no layout on {request.cluster.devices} x {device.name} fits into memory: the nearest one, "
         f"{layout.describe()} with recompute={recompute}{' and recompute_experts=true' if experts else ''}, needs "
-        f"{needed / 1e9:.1f} GB ({what}) of {device.memory_bytes / 1e9:.1f} GB that are usable. Use more nodes, devices "
-        "with more memory, shorter or fewer rows per micro-batch, precision=bf16-true or optimizer_sharding=torch"
+        f"{needed / 1e9:.1f} GB on {what} of {device.memory_bytes / 1e9:.1f} GB that are usable. Use more nodes, "
+        "devices with more memory, fewer or shorter rows per micro-batch, precision=bf16-true or "
+        "optimizer_sharding=torch"
     )
 
 
-def _least(request: Request) -> Iterator[tuple[float, Layout, tuple[Recompute, bool], str]]:
+def _least(request: Request, fitting: Fitting) -> Iterator[tuple[float, Layout, str]]:
     """Of each layout the least memory: one micro-batch at a time, everything computed again."""
-    rung = request.rungs[-1]
-    for _, layout in _layouts(request):
-        sides = footprints(request, layout, rung)
-        shape = Shape(layers=len(request.model.moe), groups=layout.groups, micro_batches=1)
-        counts = held(shape, "af-pipe", 2 * layout.groups)
-        fullest, count = max(zip(sides, counts, strict=True), key=lambda entry: entry[0].total(entry[1], 1))
+    for layout in (least.layout for least in _layouts(request)):
+        if 2 * layout.world <= request.cluster.devices:
+            continue  # a layout of more ranks needs less on each
+        counts = held(fitting.shape(layout, 1), "af-pipe", 2 * layout.groups)
+        sides = zip(fitting.sides(layout, request.rungs[-1]), counts, strict=True)
+        fullest, count = max(sides, key=lambda entry: entry[0].total(entry[1], 1))
         side = "an attention rank" if fullest.role == "A" else "an FFN rank"
-        yield fullest.total(count, 1), layout, rung, f"{side}: {fullest.describe(count, 1)}"
+        yield fullest.total(count, 1), layout, f"{side} ({fullest.describe(count, 1)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_afd.allocate.request import Recompute, Request
+from lightning_afd.allocate.request import RUNGS, Request, Rung
 from lightning_afd.cost.in_flight import pipelined
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import bounded_activations, memory_of
@@ -44,11 +44,57 @@ class Footprint:
         return " + ".join(f"{nbytes / 1e9:.1f} GB of {name}" for name, nbytes in parts.items())
 
 
-def footprints(request: Request, layout: Layout, rung: tuple[Recompute, bool]) -> tuple[Footprint, Footprint]:
-    """Those of an A rank and of an F rank, of the groups that hold most (the first ones)."""
-    job = request.job(layout, 1, rung)
-    brief = replace(job, model=distinct(job.model), layout=replace(layout, groups=1))
-    return _footprint(job, brief, "A"), _footprint(job, brief, "F")
+class Fitting:
+    """Footprints of a request's layouts; what many of them share is worked out once."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._brief = distinct(request.model)
+        self._static: dict[tuple[Role, int, int], float] = {}
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank may use."""
+        return self._request.cluster.device.memory_bytes
+
+    def hopeless(self, layout: Layout) -> bool:
+        """Whether not even weights, gradients and optimizer state fit, or one micro-batch at a time does not."""
+        if max(self.static(layout, "A"), self.static(layout, "F")) > self.limit:
+            return True
+        shape = self.shape(layout, 1)
+        counts = held(shape, "af-pipe", 2 * layout.groups)
+        sides = self.sides(layout, self._request.rungs[-1])
+        return any(side.total(count, 1) > self.limit for side, count in zip(sides, counts, strict=True))
+
+    def shape(self, layout: Layout, micro_batches: int) -> Shape:
+        """Of a pass."""
+        return Shape(layers=len(self._request.model.moe), groups=layout.groups, micro_batches=micro_batches)
+
+    def static(self, layout: Layout, role: Role) -> float:
+        """Bytes of weights, gradients and optimizer state on the fullest rank of a role."""
+        sharded = self._request.choices.shard_optimizer
+        ranks = layout.ffn if role == "F" else layout.attention if sharded else 0
+        key = (role, layout.groups, ranks)
+        if key not in self._static:
+            memory = memory_of(self._request.job(layout, 1, RUNGS[0]), Worker(role, 0), 0.0)
+            self._static[key] = memory.weights + memory.gradients + memory.optimizer
+        return self._static[key]
+
+    def sides(self, layout: Layout, rung: Rung) -> tuple[Footprint, Footprint]:
+        """Those of an A rank and of an F rank, of the groups that hold most (the first ones)."""
+        brief = replace(self._request.job(layout, 1, rung), model=self._brief, layout=replace(layout, groups=1))
+        return self._side(layout, brief, "A"), self._side(layout, brief, "F")
+
+    def _side(self, layout: Layout, brief: Job, role: Role) -> Footprint:
+        worker = Worker(role, 0)
+        one, two = (bounded_activations(brief, worker, count) for count in (1, 2))
+        return Footprint(
+            role=role,
+            static=self.static(layout, role),
+            per_forward=two - one,
+            once=one - (two - one),
+            per_micro_batch=memory_of(brief, worker, 0.0).messages,
+        )
 
 
 def distinct(model: ModelShape) -> ModelShape:
@@ -58,19 +104,6 @@ def distinct(model: ModelShape) -> ModelShape:
         if layer != before and (layer.experts is None or layer not in layers):
             layers.append(layer)
     return replace(model, layers=tuple(layers))
-
-
-def _footprint(job: Job, brief: Job, role: Role) -> Footprint:
-    worker = Worker(role, 0)
-    memory = memory_of(job, worker, 0.0)
-    one, two = (bounded_activations(brief, worker, held) for held in (1, 2))
-    return Footprint(
-        role=role,
-        static=memory.weights + memory.gradients + memory.optimizer,
-        per_forward=two - one,
-        once=one - (two - one),
-        per_micro_batch=memory.messages,
-    )
 
 
 def run_length(workers: int, micro_batches: int, group: int) -> int:

@@ -9,12 +9,12 @@ run's backwards are alone, between them both alternate. Equal stages give the la
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from lightning_afd.cost.times import StepCosts
 from lightning_afd.placement import Role, Worker
 from lightning_afd.schedule.actions import Action, Phase
-
 
 WAYS: tuple[Phase, Phase] = ("f", "b")
 
@@ -51,15 +51,13 @@ class Stages:
                 links[receiver, False, phase] += cost.receive_seconds / rounds
             elif not shape.runs_tail(action):
                 compute[shape.owner(action), phase] += cost.seconds / rounds
-        roles: dict[tuple[Role, Phase], float] = defaultdict(float)
-        for (worker, phase), seconds in compute.items():
-            roles[worker.role, phase] = max(roles[worker.role, phase], seconds)
+        tail = sum(costs.actions["A", shape.layers, phase].seconds for phase in WAYS)
         return cls(
             groups=shape.groups,
             rounds=rounds,
-            busy=max(busy.bound for busy in costs.busy().values()) / rounds,
-            compute=roles,
-            tail=sum(costs.actions["A", shape.layers, phase].seconds for phase in WAYS),
+            busy=_busiest(compute, links, (shape.tail, tail / rounds)),
+            compute=_by_role(compute),
+            tail=tail,
             links={way: max(s for (_, _, phase), s in links.items() if phase == way) for way in WAYS},
             transfer=max(cost.seconds for (op, _, _), cost in costs.actions.items() if op in "DC"),
         )
@@ -101,3 +99,26 @@ def exposed_all_reduce(costs: StepCosts, stages: Stages, run: int) -> float:
     total = costs.update.all_reduce_seconds
     hidden = (stages.rounds - 1) * run * stages.busiest("b")
     return max(total / stages.rounds, total - hidden)
+
+
+def _by_role(compute: Mapping[tuple[Worker, Phase], float]) -> dict[tuple[Role, Phase], float]:
+    """Of the busiest group of each role."""
+    roles: dict[tuple[Role, Phase], float] = defaultdict(float)
+    for (worker, phase), seconds in compute.items():
+        roles[worker.role, phase] = max(roles[worker.role, phase], seconds)
+    return roles
+
+
+def _busiest(
+    compute: Mapping[tuple[Worker, Phase], float],
+    links: Mapping[tuple[Worker, bool, Phase], float],
+    tail: tuple[Worker, float],
+) -> float:
+    """Of all workers and directions of links, all phases together."""
+    sums: dict[Hashable, float] = defaultdict(float)
+    sums[tail[0]] += tail[1]
+    for (worker, _), seconds in compute.items():
+        sums[worker] += seconds
+    for (worker, sends, _), seconds in links.items():
+        sums[worker, sends] += seconds
+    return max(sums.values())

@@ -101,7 +101,7 @@ class _Program:
 
     def busy(self, theta: float) -> Any:
         """Busy shares of all four parts, at a fixed step time."""
-        return pulp.lpSum(part.sum(lambda size, n=need: n * theta / size.capacity) for need, part in self._needs)
+        return pulp.lpSum(need * theta * part.sum(lambda size: 1 / size.capacity) for need, part in self._needs)
 
     def order(self, base: int) -> Any:
         """One number for attention ranks, NICs of attention and NICs of experts, compared in this order."""
@@ -147,7 +147,7 @@ def _greet_nobody() -> None:
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
-        highspy.Highs()
+        highspy.Highs()  # type: ignore[no-untyped-call]
     finally:
         os.dup2(kept, 1)
         os.close(kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_afd.cost.hardware import Cluster
@@ -12,8 +12,10 @@ from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 
 Recompute = Literal["none", "attention", "full"]
-RUNGS: tuple[tuple[Recompute, bool], ...] = (("none", False), ("attention", False), ("full", False), ("full", True))
-"""What is computed again, least first: of attention, and of experts."""
+Rung = tuple[Recompute, bool]
+"""What is computed again: of attention, and of experts."""
+RUNGS: tuple[Rung, ...] = (("none", False), ("attention", False), ("full", False), ("full", True))
+"""Least first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,8 @@ class Request:
     """One micro-batch of one data replica."""
     parts: int
     """Micro-batches of all replicas per optimizer step together."""
-    choices: Choices = Choices()
-    rungs: tuple[tuple[Recompute, bool], ...] = RUNGS
+    choices: Choices = field(default_factory=Choices)
+    rungs: tuple[Rung, ...] = RUNGS
     """Recomputation that is allowed; the first that fits is used, as it is the fastest."""
     groups: tuple[int, ...] = (1, 2, 4, 8)
     orders: tuple[str, ...] = ("af-pipe", "zero-bubble")
@@ -47,7 +49,7 @@ class Request:
         """Micro-batches of the busiest replica per optimizer step."""
         return -(-self.parts // replicas)
 
-    def job(self, layout: Layout, micro_batches: int, rung: tuple[Recompute, bool]) -> Job:
+    def job(self, layout: Layout, micro_batches: int, rung: Rung) -> Job:
         """The job of one pass of the pipeline."""
         return Job(
             model=self.model,
@@ -87,7 +89,7 @@ class Candidate:
         return self.formula_seconds if self.simulated_seconds is None else self.simulated_seconds
 
     @property
-    def rung(self) -> tuple[Recompute, bool]:
+    def rung(self) -> Rung:
         return self.recompute, self.recompute_experts
 
     @property

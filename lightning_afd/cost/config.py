@@ -30,6 +30,8 @@ class _Family:
     sinks: bool = False
     biased_experts: bool = False
     """Router and experts have biases."""
+    alternate_windows: bool = False
+    """Without `layer_types` each other layer has a window, from the first one on."""
 
 
 FAMILIES: Mapping[str, _Family] = MappingProxyType(
@@ -38,7 +40,7 @@ FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "deepseek_v3": _Family(),
         "dots1": _Family(qk_norm="head"),
         "glm4_moe": _Family(qk_norm="switch", output_bias=False),
-        "gpt_oss": _Family(sinks=True, biased_experts=True),
+        "gpt_oss": _Family(sinks=True, biased_experts=True, alternate_windows=True),
         "granitemoe": _Family(),
         "minimax_m2": _Family(qk_norm="full"),
         "mixtral": _Family(),
@@ -67,7 +69,7 @@ def model_shape(config: Config) -> ModelShape:
 
 def _layer(config: Config, family: _Family, index: int) -> LayerShape:
     hidden = int(config["hidden_size"])
-    window = _window(config, index)
+    window = _window(config, family, index)
     latent = bool(config.get("kv_lora_rank"))
     attention = _latent(config, window) if latent else _grouped(config, family, window)
     if _is_dense(config, index):
@@ -153,11 +155,13 @@ def _is_dense(config: Config, index: int) -> bool:
     return (index + 1) % int(config.get("decoder_sparse_step") or 1) > 0
 
 
-def _window(config: Config, index: int) -> int:
+def _window(config: Config, family: _Family, index: int) -> int:
     """Keys that a query of the layer sees at most, 0 where it sees all."""
     window = int(config.get("sliding_window") or 0)
     types = config.get("layer_types")
-    return window if not types or types[index] == "sliding_attention" else 0
+    if not types:
+        return 0 if family.alternate_windows and index % 2 else window
+    return window if types[index] == "sliding_attention" else 0
 
 
 def _first(config: Config, *names: str) -> Any:

@@ -1,0 +1,86 @@
+"""A finished plan as a value that can be saved and reused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_afd.allocate.collocated import Prediction
+from lightning_afd.allocate.division import Split
+from lightning_afd.allocate.request import Candidate, Recompute
+from lightning_afd.allocate.verdict import Intensity, Verdict
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import Layout
+
+VERSION = 1
+"""Of the file's format: it rises with every change of a field's name or meaning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """What was chosen, why, and what else there was."""
+
+    layout: Layout
+    order: str
+    group: int
+    """Micro-batches per run (G), at most."""
+    micro_batches: int
+    """Per pass and A rank."""
+    passes: int
+    """Passes per optimizer step: accumulate_grad_batches."""
+    recompute: Recompute
+    recompute_experts: bool
+    attention_nics: float
+    """NICs of each A rank."""
+    ffn_nics: float
+    """NICs of each F rank."""
+    seconds: float
+    """Predicted, per optimizer step."""
+    bound_seconds: float
+    """What the busiest part alone needs."""
+    utilisation: float
+    """Model FLOPs of a step over the peak of the used devices (0..1)."""
+    division: Split | None
+    """What the linear program says about one group of this layout's number of groups."""
+    candidates: tuple[Candidate, ...]
+    """Fastest first."""
+    verdict: Verdict
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanChoice:
+        """Read `save`'s file; raises PlanError if it is none, or of another version."""
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"plan={path} can't be read: {error.strerror}") from error
+        except ValueError as error:
+            raise PlanError(f"plan={path} is no plan: {error}") from error
+        if not isinstance(content, dict) or "version" not in content:
+            raise PlanError(f"plan={path} is no plan: it has no version")
+        if content["version"] != VERSION:
+            raise PlanError(
+                f"plan={path} has version {content['version']}, but this package reads {VERSION}: make the plan again"
+            )
+        try:
+            return _plan(content)
+        except (TypeError, KeyError, ValueError) as error:
+            raise PlanError(f"plan={path} is damaged: {error}") from error
+
+
+def _plan(content: Mapping[str, Any]) -> PlanChoice:
+    values = {field.name: content[field.name] for field in fields(PlanChoice)}
+    values["layout"] = Layout(**values["layout"])
+    values["candidates"] = tuple(Candidate(**{**c, "layout": Layout(**c["layout"])}) for c in values["candidates"])
+    values["division"] = None if values["division"] is None else Split(**values["division"])
+    verdict = dict(values["verdict"])
+    verdict["intensities"] = {role: Intensity(**found) for role, found in verdict["intensities"].items()}
+    verdict["collocated"] = tuple(Prediction(**found) for found in verdict["collocated"])
+    values["verdict"] = Verdict(**verdict)
+    return PlanChoice(**values)

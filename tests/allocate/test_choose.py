@@ -1,0 +1,194 @@
+"""The planner against exhaustive simulation, the paper's direction, its memory limits and its verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import plan_cases as shapes
+import pytest
+
+from lightning_afd.allocate.candidates import best_candidates, simulated, ways
+from lightning_afd.allocate.choice import PlanChoice
+from lightning_afd.allocate.choose import Effort, choose, division_of
+from lightning_afd.allocate.fit import Fitting, distinct
+from lightning_afd.allocate.request import Candidate, Request
+from lightning_afd.allocate.simulated import Ordering, pass_seconds, shorter, simulated_pass
+from lightning_afd.cost.job import BatchShape, Choices, Job
+from lightning_afd.cost.memory import memory_of, scheduled_activations
+from lightning_afd.errors import PlanError
+from lightning_afd.placement import Layout, Worker
+from lightning_afd.schedule.orders import Knobs, build
+
+NODE_DEDUP = Choices(dedup="node")
+
+
+def request(name: str = "deepseek_moe_paper", layers: int = 4, length: int = 4096, **other: object) -> Request:
+    found = Request(
+        model=shapes.model(name, layers),
+        cluster=shapes.cluster(),
+        batch=BatchShape.rows(1, length),
+        parts=16,
+        choices=NODE_DEDUP,
+        groups=(1, 2),
+    )
+    return replace(found, **other)  # type: ignore[arg-type]
+
+
+def every_layout(asked: Request) -> list[Layout]:
+    """All layouts of the cluster, also those that the planner leaves out."""
+    devices = asked.cluster.devices
+    return [
+        Layout(attention=a, ffn=f, groups=groups)
+        for groups in asked.groups
+        for a in range(1, devices // groups)
+        for f in range(1, devices // groups - a + 1)
+    ]
+
+
+def exhaustive(asked: Request) -> float:
+    """The least simulated step time of all layouts, orders and runs."""
+    fitting = Fitting(asked)
+    found: list[Candidate] = []
+    for layout in every_layout(asked):
+        for order in asked.orders:
+            found += ways(asked, fitting, layout, order=order)
+    return min(simulated(asked, candidate).seconds for candidate in found)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(),
+        request(length=16384),
+        request("gpt_oss_paper", cluster=shapes.cluster(2, 3)),
+        request("qwen3_paper", parts=24, cluster=shapes.cluster(2, 3, nic=10)),
+    ],
+    ids=["node", "long", "two nodes", "slow network"],
+)
+def test_regret_against_the_exhaustive_grid(asked: Request) -> None:
+    chosen = choose(asked, Effort(predict={}))
+    assert chosen.seconds <= exhaustive(asked) * 1.03
+    assert chosen.bound_seconds <= chosen.seconds
+
+
+@pytest.mark.parametrize("name", ["deepseek_moe_paper", "gpt_oss_paper", "qwen3_paper"])
+def test_longer_sequences_get_more_attention_ranks(name: str) -> None:
+    """The direction of DisagMoE's figure 12, without memory limits."""
+    shares = []
+    for length in (4096, 16384, 65536):
+        asked = request(name, 8, length, cluster=shapes.cluster(4), parts=96, groups=(1,))
+        layout = best_candidates(asked, 1)[0].layout
+        shares.append(layout.attention / layout.ffn)
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
+
+
+def test_extrapolated_passes_are_those_of_the_whole_simulation() -> None:
+    job = request(layers=16).job(Layout(attention=4, ffn=4), 12, ("none", False))
+    for ordering in (Ordering(order="af-pipe", group=2), Ordering(order="zero-bubble", group=4)):
+        whole = simulated_pass(job, ordering, reduces=False).seconds
+        assert pass_seconds(job, ordering) == pytest.approx(whole, rel=0.01)
+        assert simulated_pass(shorter(job, 4), ordering, reduces=False).seconds < whole / 2
+
+
+@pytest.mark.parametrize("rung", [("none", False), ("full", True)])
+@pytest.mark.parametrize("order", ["af-pipe", "zero-bubble"])
+def test_memory_of_a_candidate_is_not_less_than_its_schedule_needs(order: str, rung: tuple[str, bool]) -> None:
+    asked = request(layers=6, rungs=(rung,))
+    for candidate in ways(asked, Fitting(asked), Layout(attention=2, ffn=2, groups=2), order=order):
+        job: Job = asked.job(candidate.layout, candidate.micro_batches, candidate.rung)
+        schedule = build(order, job.shape, Knobs(group=candidate.group))
+        needed = max(
+            memory_of(job, worker, scheduled_activations(job, worker, schedule.programs[worker])).total
+            for worker in (Worker("A", 0), Worker("F", 0))
+        )
+        assert needed * 0.999 <= candidate.memory_bytes <= needed * 1.5
+
+
+def test_less_memory_means_recomputation_then_shorter_passes_then_an_error() -> None:
+    """The more is computed again, and the more often the pipeline is filled, the longer the step."""
+    found = [best_candidates(request(layers=8, cluster=shapes.cluster(memory_gb=gb)), 1)[0] for gb in (1e6, 45, 30, 24)]
+    assert [c.seconds for c in found] == sorted(c.seconds for c in found)
+    assert found[0].rung == ("none", False) and found[0].passes == 1
+    assert found[-1].rung != ("none", False) or found[-1].passes > 1
+    with pytest.raises(PlanError, match=r"no layout on 8 x H800-SXM-80GB fits into memory: the nearest one, .* needs"):
+        best_candidates(request(cluster=shapes.cluster(memory_gb=2)), 1)
+
+
+def test_linear_program_agrees_with_the_enumeration_where_bubbles_are_small() -> None:
+    asked = request(parts=64, groups=(1,), layers=12)
+    chosen = choose(asked, Effort(predict={}))
+    assert chosen.division is not None
+    assert abs(chosen.division.attention - chosen.layout.attention) <= 1
+    assert chosen.division.seconds == pytest.approx(chosen.bound_seconds, rel=0.15)
+
+
+def test_base_hops_count_on_the_network_of_attention_ranks() -> None:
+    """With two groups the residual stream travels as well: attention's NICs carry more than those of experts."""
+    wide = request(cluster=shapes.cluster(8, 2), layers=8)
+    needs = []
+    for groups in (1, 2):
+        layout = Layout(attention=8 // groups, ffn=8 // groups, groups=groups)
+        (candidate, *_) = ways(wide, Fitting(wide), layout)
+        needs.append(division_of(wide, candidate).needs)
+    assert needs[0].attention_nic == pytest.approx(needs[0].ffn_nic, rel=0.01)
+    assert needs[1].attention_nic > 1.2 * needs[1].ffn_nic
+
+
+def test_verdict_turns_in_the_dead_zone() -> None:
+    fast, slow = (
+        choose(request(cluster=shapes.cluster(2, 8, nic=nic), parts=64, groups=(1,), layers=8), Effort()).verdict
+        for nic in (400, 5)
+    )
+    assert not fast.dead_zone
+    assert slow.dead_zone and not slow.disaggregate and slow.regime == "communication-bound"
+    assert slow.sentence.startswith("Do not disaggregate: ") and "this is the dead zone" in slow.sentence
+    assert {found.name for found in slow.collocated} >= {"experts across two nodes", "experts inside a node"}
+    assert slow.intensities["A"].ridge > fast.intensities["A"].ridge
+
+
+def test_another_prediction_takes_the_place_of_a_formula() -> None:
+    asked = request(layers=2)
+    base = choose(asked, Effort())
+    other = replace(base.verdict.collocated[0], name="simulated", seconds=1e-3)
+    chosen = choose(asked, Effort(predict={"simulated": lambda _: other, "no room": lambda _: None}))
+    assert chosen.verdict.collocated == (other,)
+    assert not chosen.verdict.disaggregate
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
+    chosen = choose(request(layers=2), Effort(layouts=3))
+    file = tmp_path / "plan.json"
+    chosen.save(file)
+    assert PlanChoice.load(file) == chosen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"version": 1', '"version": 7'), "has version 7, but this package reads 1"),
+        (lambda text: text[:40], "is no plan: "),
+        (lambda text: "[]", "is no plan: it has no version"),
+        (lambda text: text.replace('"passes"', '"pusses"'), "is damaged: "),
+        (lambda text: text.replace('"groups": ', '"groups": -'), "is damaged: groups=-1"),
+    ],
+    ids=["version", "cut", "list", "field", "value"],
+)
+def test_files_that_are_no_plans_are_refused(tmp_path: Path, change: object, message: str) -> None:
+    file = tmp_path / "plan.json"
+    choose(request(layers=2, groups=(1,)), Effort(layouts=1, predict={})).save(file)
+    file.write_text(change(file.read_text()))  # type: ignore[operator]
+    with pytest.raises(PlanError, match=message):
+        PlanChoice.load(file)
+
+
+def test_missing_plan_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"plan=.*nothing.json can't be read: No such file"):
+        PlanChoice.load(tmp_path / "nothing.json")
+
+
+def test_distinct_layers_keep_dense_ones_and_one_of_each_kind() -> None:
+    model = distinct(shapes.model("deepseek_v3"))
+    assert len(model.moe) == 1 and len(model.layers) > 1
+    assert len(distinct(shapes.model("gpt_oss_paper")).moe) == 2
