@@ -10,6 +10,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+_DESCRIPTORS = "/dev/fd"
+
 
 class OwnSockets:
     """The sockets that were opened within `opening()`; each process that is forked from now on closes them."""
@@ -37,8 +39,8 @@ class OwnSockets:
 
 def _open_sockets() -> dict[int, int]:
     """Inode of each open socket of this process by its file descriptor."""
-    found = {}
-    for name in os.listdir("/dev/fd"):
+    found: dict[int, int] = {}
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):

@@ -11,12 +11,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import weights
-from fits import Batch, Model, Run, State, share, tiny_module, tokens
+from fits import Batch, Run, State, share, tiny_module, tokens
 from pool import RankPool
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 RUN = Run(layout="2A+1F")
 EPOCHS = 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rows": {"use_distributed_sampler": True, "limit_train_batches": 3},
+    "stream": {},
+    "sized": {},
+}
+"""Of the Trainer. There are four batches, and in the last two kinds a fifth one on the first attention rank."""
 
 
 class PositionLoader(DataLoader[Batch]):
@@ -73,10 +79,12 @@ class Sized(Dataset[Batch]):
         return self._batches[number]
 
 
-class Positioned(Model):
-    """Reads from a loader with a position: rows that Lightning shuffles and divides, or a stream."""
+class Data(pl.LightningDataModule):
+    """A loader with a position: rows that Lightning divides, or batches; it has a state of its own, too."""
 
-    kind = "rows"
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.loaded = kind, -1
 
     def train_dataloader(self) -> Any:
         """Of this replica; Lightning puts its own sampler in where there is a dataset with rows."""
@@ -85,6 +93,14 @@ class Positioned(Model):
         own = self.trainer.strategy.distributed_sampler_kwargs
         data = {"stream": Stream, "sized": Sized}[self.kind]
         return PositionLoader(data(own["num_replicas"], own["rank"]), batch_size=None)
+
+    def state_dict(self) -> dict[str, int]:
+        """Another one on each rank."""
+        return {"rank": self.trainer.global_rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Remember it."""
+        self.loaded = state["rank"]
 
 
 @dataclass
@@ -103,30 +119,32 @@ class Saver(pl.Callback):
             trainer.save_checkpoint(self.folder / f"{step}.ckpt")
 
 
-def fit(kind: str, saver: Saver, start: Path | None = None) -> tuple[State, dict[int, Any]]:
-    """Two epochs of four batches, from a checkpoint if there is one."""
-    module = tiny_module(layers=2, seed=0 if start is None else 1)
-    module.__class__, module.kind = Positioned, kind  # type: ignore[assignment]
-    trainer = RUN.trainer(max_epochs=EPOCHS, callbacks=[saver], use_distributed_sampler=kind == "rows")
-    trainer.fit(module, ckpt_path=start)
-    return weights(module), saver.rows
+def fit(kind: str, saver: Saver, start: Path | None = None) -> tuple[State, dict[int, Any], int]:
+    """Two epochs, from a checkpoint if there is one; weights, rows and the datamodule's state."""
+    module, data = tiny_module(layers=2, seed=0 if start is None else 1), Data(kind)
+    trainer = RUN.trainer(max_epochs=EPOCHS, callbacks=[saver], **OPTIONS[kind])
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    return weights(module), saver.rows, data.loaded
 
 
-def through_and_resumed(kind: str, folder: Path, steps: tuple[int, ...]) -> list[tuple[State, dict[int, Any]]]:
+def through_and_resumed(kind: str, folder: Path, steps: tuple[int, ...]) -> list[tuple[State, dict[int, Any], int]]:
     """An uninterrupted fit, and one from each of its checkpoints."""
     made = [fit(kind, Saver(folder, steps))]
     return made + [fit(kind, Saver(None), folder / f"{step}.ckpt") for step in steps]
 
 
-@pytest.mark.parametrize("kind", ["rows", "stream", "sized"])
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_a_fit_goes_on_with_the_rows_that_are_left(pool: RankPool, tmp_path: Path, kind: str) -> None:
-    steps = (4, 6)
+    """Saved behind the last batch of the first epoch and behind the second one of the last."""
+    length = OPTIONS[kind].get("limit_train_batches", 4)
+    steps = (length, length + 2)
     for number, rank in enumerate(pool.run(through_and_resumed, 3, kind, tmp_path, steps)):
-        (through, rows), *resumed = rank
-        assert len(rows) == 4 * EPOCHS
+        (through, rows, _), *resumed = rank
+        assert len(rows) == length * EPOCHS
         assert (rows[1] is None) == (number == 2)
-        for step, (ours, theirs) in zip(steps, resumed, strict=True):
+        for step, (ours, theirs, loaded) in zip(steps, resumed, strict=True):
             assert theirs == {done: value for done, value in rows.items() if done > step}, (number, step)
+            assert loaded == number
             assert all(torch.equal(ours[name], value) for name, value in through.items()), (number, step)
 
 
