@@ -149,6 +149,7 @@ class SizedLoader(SharedLoader):
         self._length = length
         self._promised = own
         self._last = own - 1 if stateful and loader is not None and own == len(loader) else None
+        """Number of the batch with which the loader itself is over."""
         self._ended = False
         """Whether the loader has seen its end, so that its state is that of a finished epoch."""
         self._behind = 0
