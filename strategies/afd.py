@@ -29,7 +29,7 @@ from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.expert_balance import ExpertBalance
 from lightning_afd.strategies.gradient_norm import GradientNorm
 from lightning_afd.strategies.hooks import UserHooks
-from lightning_afd.strategies.loaders import Place, share_loader
+from lightning_afd.strategies.loaders import EvaluationEpoch, Place, TrainingEpoch, share_loader
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.predictions import join_predictions
 from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
@@ -298,11 +298,14 @@ class AFDStrategy(SavingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.engine is not None
         engine, trainer = self.engine, self.lightning_module.trainer
+        if trainer.training:
+            self._checkpoints.note_batches(dataloader)
         place = Place(
             replicas=self.layout.attention,
             replica=self.layout.index_of(self.global_rank),
             is_attention=engine.is_attention,
             training=trainer.training,
+            epoch=TrainingEpoch(trainer) if trainer.training else EvaluationEpoch(),
             gather=partial(self.guarded, engine.collectives.all_gather),
         )
         return self.guarded(share_loader, dataloader, place)

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_afd.namespace import MisconfigurationException, ParallelStrategy, namespace_of
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.failure import FailureBoard, Patience
+from lightning_afd.strategies.forks import OwnSockets
 from lightning_afd.strategies.launcher import Ranks, WatchingLauncher
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.seeds import Seeds
@@ -119,10 +120,12 @@ class RankedStrategy(ParallelStrategy):
         device = None if self.root_device.type == "cpu" else self.root_device
         # Ranks of many hosts start at different times, and Lightning's own collectives wait for validation and disks.
         patience = max(self._timeout, timedelta(minutes=30))
-        distributed._init_dist_connection(self.cluster_environment, self._backend, timeout=patience, device_id=device)
-        self._failed = False
-        self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
-        self.guarded(self._connect)
+        with OwnSockets().opening():
+            meet = distributed._init_dist_connection
+            meet(self.cluster_environment, self._backend, timeout=patience, device_id=device)
+            self._failed = False
+            self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
+            self.guarded(self._connect)
 
     def _connect(self) -> None:
         """Collective: the groups in which the ranks talk during a step."""

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,6 +24,7 @@ from lightning_afd.model.experts import rows_of
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.divided import share_of, share_was_loaded
+from lightning_afd.strategies.global_batch import GlobalBatch, describe_change
 from lightning_afd.strategies.seeds import random_state, set_random_state
 
 
@@ -34,6 +35,8 @@ class RankCheckpoints:
         self._strategy = strategy
         self._names: dict[int, optimizer_state.GroupNames] = {}
         self._saved: Saved | None = None
+        self._batch: GlobalBatch | None = None
+        self._saved_batch: dict[str, int] | None = None
         self.notes: dict[str, Any] = {}
         """Plain values that travel with the checkpoint, such as a tuned chunk size or a plan."""
 
@@ -41,6 +44,14 @@ class RankCheckpoints:
         """To be called while the optimizers still hold the parameters of all ranks."""
         module = self._strategy.lightning_module
         self._names = {id(optimizer): optimizer_state.group_names(optimizer, module) for optimizer in optimizers}
+
+    def note_batches(self, loader: Any) -> None:
+        """To be called with the dataloader of a fit, behind a restore: warn if an optimizer step has other rows now."""
+        accumulated = self._strategy.lightning_module.trainer.accumulate_grad_batches
+        self._batch = GlobalBatch.of(loader, self._strategy.layout.attention, accumulated)
+        changed, self._saved_batch = describe_change(self._saved_batch, self._batch), None
+        if changed is not None:
+            rank_zero_warn(changed)
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -112,6 +123,7 @@ class RankCheckpoints:
             "layout": asdict(self._strategy.layout),
             "expert_maps": self._strategy.expert_maps(),
             "ranks": [part["own"] for part in everyone],
+            "batch": None if self._batch is None else asdict(self._batch),
             "notes": self.notes,
         }
         return {"checkpoint": checkpoint, "optimizers": optimizers, "afd": afd, **merged}
@@ -135,6 +147,7 @@ class RankCheckpoints:
         if saved.optimizers is not None:
             checkpoint[OPTIMIZERS] = [saved.groups(number) for number in range(saved.optimizers)]
         self.notes = dict(saved.afd.get("notes", {}))
+        self._saved_batch = saved.afd.get("batch") if self._is_fitting else None
         self._take_rank_state(checkpoint, saved)
         return checkpoint
 

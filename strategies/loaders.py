@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_afd.errors import PlanError
 from lightning_afd.strategies.samplers import use_own_batches
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 Gather = Callable[[list[float]], list[list[float]]]
 """Collective: every rank's numbers, by rank."""
 
 _END = object()
+_SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
+"""For `seed_everything(workers=True)`, and None once worker processes have been ended."""
 
 
 class NoBatch:
@@ -35,6 +40,41 @@ def has_no_rows(batch: Any) -> bool:
     return any(map(has_no_rows, batch)) if isinstance(batch, (list, tuple)) else isinstance(batch, NoBatch)
 
 
+class Epoch(Protocol):
+    """Where the loop is that reads the loaders."""
+
+    @property
+    def done(self) -> int:
+        """Batches of this epoch behind it, also those before a resume."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last batch of the epoch was handed out."""
+
+
+@dataclass(frozen=True)
+class EvaluationEpoch:
+    """One that always begins at its first batch."""
+
+    done: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingEpoch:
+    """What the loop of a fit counts."""
+
+    trainer: pl.Trainer
+
+    @property
+    def done(self) -> int:
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+    @property
+    def is_over(self) -> bool:
+        return self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Which loaders a rank reads, and how it agrees with the others."""
@@ -46,6 +86,7 @@ class Place:
     is_attention: bool
     training: bool
     gather: Gather
+    epoch: Epoch = EvaluationEpoch()
 
     def heads(self, *mine: float) -> list[list[float]]:
         """Collective: the numbers of all A ranks."""
@@ -62,6 +103,8 @@ class SharedLoader:
         self._loader = loader
         self._place = place
         self.batches = 0
+        self._starts_anew = False
+        """Whether the epoch has ended before the loader: its position is not where the next epoch begins."""
         if stateful:  # attributes of the instance: whether they exist is asked for without __getattr__
             self.state_dict = self._state
             self.load_state_dict = self._restore
@@ -69,24 +112,22 @@ class SharedLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("_loader"), name)
 
-    @property
-    def worker_init_fn(self) -> Any:
-        """Lightning sets it for `seed_everything(workers=True)`."""
-        return self._loader.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        self._loader.worker_init_fn = function
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning sets some attributes of a loader, and expects them where it reads them."""
+        if name in _SET_BY_LIGHTNING:
+            setattr(self._loader, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _own(self) -> Iterator[Any]:
-        self.batches = 0
+        self.batches, self._starts_anew = 0, False
         return iter(()) if self._loader is None else iter(self._loader)
 
     def _state(self) -> dict[str, Any]:
-        return {} if self._loader is None else self._loader.state_dict()
+        return {} if self._loader is None or self._starts_anew else self._loader.state_dict()
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if self._loader is not None:
+        if self._loader is not None and state:
             self._loader.load_state_dict(state)
 
     def _given(self, batch: Any) -> Any:
@@ -107,20 +148,37 @@ class SizedLoader(SharedLoader):
         super().__init__(loader, place, stateful=stateful)
         self._length = length
         self._promised = own
+        self._last = own - 1 if stateful and loader is not None and own == len(loader) else None
+        """Number of the batch with which the loader itself is over."""
+        self._ended = False
+        """Whether the loader has seen its end, so that its state is that of a finished epoch."""
+        self._behind = 0
+        """Batches of the next epoch that are behind it, as it is resumed."""
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._own()
-        for number in range(self._length):
+        batches, start = self._own(), self._behind
+        self._behind, self._ended = 0, False
+        for number in range(start, self._length):
             batch = next(batches, _END) if number < self._promised else _END
             if batch is _END and number < self._promised:
                 raise PlanError(
                     f"a {type(self._loader).__name__} ended after {number} batches, but its len() promised "
                     f"{self._promised}: other ranks count on it, so correct __len__"
                 )
+            if number == self._last:
+                self._ended = next(batches, _END) is _END
             yield self._given(batch)
+
+    def _state(self) -> dict[str, Any]:
+        self._starts_anew = self._place.epoch.is_over and not self._ended
+        return super()._state()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        self._behind = self._place.epoch.done % max(1, self._length) if state else 0
 
 
 class UnsizedLoader(SharedLoader):
@@ -146,6 +204,7 @@ class UnsizedLoader(SharedLoader):
             self._before = None if batch is _END else before
             having = [has for (has,) in self._place.heads(float(batch is not _END))]
             if not (all if self._place.training else any)(having):
+                self._starts_anew = batch is not _END
                 self._warn(any(having))
                 return
             yield self._given(batch)
@@ -158,7 +217,7 @@ class UnsizedLoader(SharedLoader):
             )
 
     def _state(self) -> dict[str, Any]:
-        return super()._state() if self._before is None else self._before
+        return super()._state() if self._before is None or self._starts_anew else self._before
 
 
 def share_loader(loader: Any, place: Place) -> SharedLoader:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch.nn import Embedding, EmbeddingBag
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -42,6 +43,8 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     _refuse_compiled_steps(module)
     _refuse_metrics_that_wait(module)
+    if trainer.state.fn == "fit":
+        _refuse_sparse_gradients(module)
     refused = tuple(getattr(lightning.pytorch("callbacks"), name) for name in _CALLBACKS)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, refused):
@@ -68,6 +71,16 @@ def _refuse_metrics_that_wait(module: pl.LightningModule) -> None:
             raise MisconfigurationException(
                 f"strategy afd does not support dist_sync_on_step=True, as {name} has it: leave it out, "
                 "metrics are joined at the end of an epoch"
+            )
+
+
+def _refuse_sparse_gradients(module: pl.LightningModule) -> None:
+    """Gradients of attention ranks are summed in flat buckets, and clipped, kept and scaled as dense tensors."""
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True and isinstance(part, (Embedding, EmbeddingBag)):
+            raise MisconfigurationException(
+                f"strategy afd does not support sparse gradients, but {name} ({type(part).__name__}) has "
+                "sparse=True: leave it out"
             )
 
 

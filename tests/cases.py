@@ -59,10 +59,11 @@ class LM(L.LightningModule):
         opt: str = "sgd",
         checkpointing: bool = False,
         experts: tuple[int, ...] = (),
+        layers: int = 4,
     ) -> None:
         super().__init__()
         self.steps, self.aux, self.ce, self.opt = steps, aux, ce, opt
-        self.model = tiny_hf(name, aux=aux, num_hidden_layers=4)
+        self.model = tiny_hf(name, aux=aux, num_hidden_layers=layers)
         if checkpointing:
             self.model.activation_checkpointing_enable()
         if experts:

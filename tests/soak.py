@@ -156,6 +156,8 @@ class Soaking:
         """All rounds; each one prints a line."""
         rounds, world = self._options.rounds, Run(layout=self._options.layout).world
         self._round("quiet", "quiet", None)
+        if self.faults:  # nothing to compare with
+            return
         dice = random.Random(self._options.seed)
         for number in range(1, rounds + 1):
             self._round(f"round {number} of {rounds}", "soaked", Blow.draw(dice, world))
@@ -216,7 +218,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layout", default="2A+2F")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=300.0, help="bound of each round")
+    parser.add_argument("--seconds", type=float, default=300.0, help="bound of each job, of which one does all steps")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job is not None:

@@ -110,7 +110,7 @@ def masked_batch() -> dict[str, Tensor]:
 
 
 def masked_step(attention: int, micro_batches: int, groups: int = 1) -> tuple[dict[str, Tensor], float]:
-    module = LM([masked_batch()]).double()
+    module = LM([masked_batch()], layers=2).double()
     before = weights(module)
     trainer = fit_apart(module, attention, 1, p=groups, R=micro_batches)
     moved = {name: before[name] - after for name, after in weights(module).items()}
@@ -119,7 +119,7 @@ def masked_step(attention: int, micro_batches: int, groups: int = 1) -> tuple[di
 
 @pytest.mark.parametrize(("attention", "micro_batches", "groups"), [(2, 1, 1), (1, 2, 1), (1, 2, 2)])
 def test_d3_unequal_valid_tokens(pool: RankPool, attention: int, micro_batches: int, groups: int) -> None:
-    reference = LM([masked_batch()]).double()
+    reference = LM([masked_batch()], layers=2).double()
     before = weights(reference)
     trainer = fit_alone(reference)
     want = {name: before[name] - after for name, after in weights(reference).items()}
@@ -141,7 +141,7 @@ def mean_of_means(attention: int) -> dict[str, Tensor]:
 
 
 def test_d3_mean_of_means_is_caught(pool: RankPool) -> None:
-    reference = LM([masked_batch()]).double()
+    reference = LM([masked_batch()], layers=2).double()
     before = weights(reference)
     fit_alone(reference)
     want = {name: before[name] - after for name, after in weights(reference).items()}
@@ -218,7 +218,7 @@ def test_d4_padding_changes_nothing_and_the_chunks_do(pool: RankPool) -> None:
 def idle_steps(layout: Layout) -> dict[str, Tensor]:
     """5 AdamW steps in which every token goes to experts 0 and 1; fresh memory is poisoned with NaN."""
     torch.use_deterministic_algorithms(True)
-    module = LM([batch(4, 8, seed) for seed in range(5)], opt="adamw", experts=(0, 1)).double()
+    module = LM([batch(4, 8, seed) for seed in range(5)], opt="adamw", experts=(0, 1), layers=2).double()
     fit_apart(module, layout.attention, layout.ffn, p=layout.groups, R=2)
     return weights(module)
 
@@ -226,7 +226,7 @@ def idle_steps(layout: Layout) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", [Layout(attention=1, ffn=2), Layout(attention=1, ffn=1, groups=2)])
 def test_d5_idle_experts(pool: RankPool, layout: Layout) -> None:
     """The second F rank of the first layout has no token at all."""
-    reference = LM([batch(4, 8, seed) for seed in range(5)], opt="adamw", experts=(0, 1)).double()
+    reference = LM([batch(4, 8, seed) for seed in range(5)], opt="adamw", experts=(0, 1), layers=2).double()
     before = weights(reference)
     fit_alone(reference)
     got = join(pool.run(idle_steps, layout.world, layout))
@@ -245,14 +245,14 @@ def ragged(replicas: int) -> list[dict[str, Tensor]]:
 
 
 def ragged_steps(attention: int, groups: int) -> dict[str, Tensor]:
-    module = LM(ragged(attention)).double()
+    module = LM(ragged(attention), layers=2).double()
     fit_apart(module, attention, attention, p=groups, R=2)
     return weights(module)
 
 
 @pytest.mark.parametrize(("attention", "groups"), [(2, 1), (1, 2)])
 def test_d6_ragged_batches(pool: RankPool, attention: int, groups: int) -> None:
-    reference = LM(ragged(attention)).double()
+    reference = LM(ragged(attention), layers=2).double()
     fit_alone(reference)
     got = join(pool.run(ragged_steps, 4, attention, groups))
     assert largest_difference(got, weights(reference)) < 1e-7

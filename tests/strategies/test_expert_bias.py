@@ -97,7 +97,7 @@ RUNS.append(Run(layout="1A+1F", groups=2, micro_batches=4, precision="bf16-true"
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_d10_one_exact_update_per_step(pool: RankPool, run: Run, tmp_path: Path) -> None:
-    steps = 10 if run.groups == 1 else 3
+    steps = 10 if run.layout == "2A+2F" else 3
     case = D10(run=run, options=(("recompute", "full"),), save=tmp_path / "middle.ckpt", batches=2 * steps)
     again = D10(run=run, start=5.0, resume=case.save)  # without recompute
     for one in (case, again) if run.layout == "2A+2F" else (case,):

@@ -26,10 +26,10 @@ SCRIPT = Path(__file__).parent.parent / "failing_script.py"
     ("ranks", "how", "first", "parts"),
     [
         (
-            4,
+            2,
             "raises",
-            "rank 3 failed first with ValueError: boom",
-            ("rank 3 (F0) failed in E1f0: layer 1, micro-batch 0",),
+            "rank 1 failed first with ValueError: boom",
+            ("rank 1 (F0) failed in E1f0: layer 1, micro-batch 0",),
         ),
         (4, "exits", "rank 3 (F0) [exit code 9] stopped without a word", ("while waiting for C1f0",)),
         (2, "hangs", "rank 1 (F0) does not get ahead", ("it is in E1f0: layer 1, micro-batch 0", "rank 0 (A0)")),

@@ -37,8 +37,10 @@ BATCHES = [tokens(8, seed=seed, masked=False) for seed in range(4)]
 VALIDATION = [tokens(4, seed=seed, masked=False) for seed in range(10, 13)]
 
 
-def streams(run: Run, kind: type[Stream]) -> tuple[int, int, list[float], State, list[str]]:
-    """D7: A0 has 4 batches and A1 has 3, for 2 epochs of 2 accumulated batches; validation is uneven the other way.
+def streams(
+    run: Run, kind: type[Stream], epochs: int, accumulated: int
+) -> tuple[int, int, list[float], State, list[str]]:
+    """D7: A0 has 4 batches and A1 has 3; validation is uneven the other way.
 
     One device has the same 3 global batches. Returns steps, epochs, losses, weights and warnings.
     """
@@ -58,7 +60,7 @@ def streams(run: Run, kind: type[Stream]) -> tuple[int, int, list[float], State,
 
     module.train_dataloader = lambda: loader(BATCHES, 0 if run.layout == "ref" else 1)  # type: ignore[method-assign]
     module.val_dataloader = evaluated  # type: ignore[method-assign]
-    trainer = run.trainer(max_epochs=2, accumulate_grad_batches=2, limit_val_batches=1.0)
+    trainer = run.trainer(max_epochs=epochs, accumulate_grad_batches=accumulated, limit_val_batches=1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module)
@@ -67,11 +69,14 @@ def streams(run: Run, kind: type[Stream]) -> tuple[int, int, list[float], State,
     return trainer.global_step, trainer.current_epoch, losses, weights(module), uneven
 
 
-@pytest.mark.parametrize("kind", [Stream, SizedStream])
-def test_d7_uneven_streams(pool: RankPool, kind: type[Stream]) -> None:
-    steps, epochs, losses, whole, _ = pool.run(streams, 1, Run(layout="ref"), kind)[0]
-    ranks = pool.run(streams, 4, Run(), kind)
-    assert (steps, epochs) == (4, 2)
+@pytest.mark.parametrize(
+    ("kind", "fit", "done"), [(Stream, (1, 1), (3, 1)), (Stream, (2, 2), (4, 2)), (SizedStream, (2, 2), (4, 2))]
+)
+def test_d7_uneven_streams(pool: RankPool, kind: type[Stream], fit: tuple[int, int], done: tuple[int, int]) -> None:
+    """Epochs and accumulated batches of a fit; its steps and epochs."""
+    steps, epochs, losses, whole, _ = pool.run(streams, 1, Run(layout="ref"), kind, *fit)[0]
+    ranks = pool.run(streams, 4, Run(), kind, *fit)
+    assert (steps, epochs) == done
     assert worst(join([rank[3] for rank in ranks]), whole)[0] <= 1e-5
     for number, rank in enumerate(ranks):
         assert rank[:2] == (steps, epochs)

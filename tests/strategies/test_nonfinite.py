@@ -28,7 +28,7 @@ class PoisonedLM(LM):
 
 
 def poisoned(on_nonfinite: str, batches: int, clipping: str) -> dict[str, torch.Tensor]:
-    module = PoisonedLM([batch(4, 8, seed) for seed in range(batches)])
+    module = PoisonedLM([batch(4, 8, seed) for seed in range(batches)], layers=2)
     fit_apart(module, 2, 2, R=2, on_nonfinite=on_nonfinite, **CLIPPING[clipping])
     return weights(module)
 

@@ -6,60 +6,51 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import refused
+from fits import Run
+from lightning.pytorch.trainer.states import TrainerFn
 from pool import RankPool, RemoteError
 
 from lightning_afd import AFDStrategy
+from lightning_afd.namespace import MisconfigurationException
+from lightning_afd.strategies.refusals import refuse_unsupported
 
 MISCONFIGURED, PLAN, PEER = "MisconfigurationException", "PlanError", "PeerFailure"
 
+ALONE = {
+    refused.too_few_ranks: ("needs 4 ranks", "Trainer has 3", "set devices=4"),
+    refused.too_many_ranks: ("needs 2 ranks", "Trainer has 3", "set devices=2"),
+    refused.odd_world: ("3 ranks into equal halves", "AFDStrategy(attention=2, ffn=1)"),
+    refused.one_rank: ("at least 2 ranks", "set devices=2"),
+    refused.no_attention_left: ("attention=0",),
+    refused.manual_optimization: ("automatic_optimization=False",),
+    refused.compiled_step: ("training_step compiled with torch.compile", "beside the experts"),
+    refused.weight_averaging: ("WeightAveraging",),
+    refused.stochastic_weight_averaging: ("StochasticWeightAveraging",),
+    refused.learning_rate_finder: ("does not support LearningRateFinder",),
+    refused.synchronised_batch_norm: ("sync_batchnorm=True",),
+    refused.sparse_embedding: ("model.embedding (Embedding) has sparse=True", "leave it out"),
+}
+"""What a rank finds out by itself, before it talks to another one."""
+
 SAME_ON_ALL = {
-    refused.too_few_ranks: (3, "needs 4 ranks", "Trainer has 3", "set devices=4"),
-    refused.too_many_ranks: (3, "needs 2 ranks", "Trainer has 3", "set devices=2"),
-    refused.odd_world: (3, "3 ranks into equal halves", "AFDStrategy(attention=2, ffn=1)"),
-    refused.one_rank: (1, "at least 2 ranks", "set devices=2"),
-    refused.no_attention_left: (
-        2,
-        "attention=0",
-    ),
     refused.more_chosen_than_experts: (2, "4 of 2 experts", "top_k <= 2"),
     refused.dense_model: (2, "no routed experts", "another strategy"),
     refused.more_ranks_than_experts: (4, "ffn=3 F ranks for 2 experts", "ffn <= 2"),
-    refused.manual_optimization: (
-        2,
-        "automatic_optimization=False",
-    ),
-    refused.lbfgs: (
-        2,
-        "does not support LBFGS",
-    ),
-    refused.two_optimizers: (
-        2,
-        "one optimizer",
-    ),
-    refused.compiled_step: (2, "training_step compiled with torch.compile", "beside the experts"),
+    refused.lbfgs: (2, "does not support LBFGS"),
+    refused.two_optimizers: (2, "one optimizer"),
     refused.compiled_experts: (2, "model.layers.1.mlp.experts is compiled", "such as self_attn"),
     refused.compiled_model: (2, "model is compiled", "such as self_attn"),
     refused.compiled_in_place: (2, "Model is compiled", "such as self_attn"),
-    refused.weight_averaging: (
-        2,
-        "WeightAveraging",
-    ),
-    refused.stochastic_weight_averaging: (
-        2,
-        "StochasticWeightAveraging",
-    ),
-    refused.learning_rate_finder: (2, "does not support LearningRateFinder"),
-    refused.synchronised_batch_norm: (2, "sync_batchnorm=True"),
     refused.metric_that_waits: (2, "dist_sync_on_step=True", "mean"),
     refused.unequal_plans: (4, "ranks 0 and 2", "micro_batches=1", "micro_batches=2", "same script and options"),
     refused.unequal_layouts: (4, "different plans", "attention=1", "attention=2"),
     refused.layer_that_is_not_additive: (4, "model.layers.1 is not additive", "needs groups=1"),
-    refused.batch_without_common_rows: (4, "[1, 4] rows", "afd_split"),
-    refused.step_without_loss: (4, "training_step returned NoneType", "return a loss of zero"),
-    refused.step_with_a_vector: (4, "training_step returned a tensor of shape [2, 8]", "scalar loss"),
-    refused.loader_that_ends_early: (4, "ended after 1 batches", "promised 2", "__len__"),
-    refused.model_outside_of_a_step: (4, "called outside of a training"),
-    refused.values_logged_by_one_rank_only: (4, "log different values", "loss_of_0"),
+    refused.batch_without_common_rows: (3, "[1, 4] rows", "afd_split"),
+    refused.step_without_loss: (3, "training_step returned NoneType", "return a loss of zero"),
+    refused.step_with_a_vector: (3, "training_step returned a tensor of shape [2, 8]", "scalar loss"),
+    refused.loader_that_ends_early: (3, "ended after 1 batches", "promised 2", "__len__"),
+    refused.model_outside_of_a_step: (3, "called outside of a training"),
+    refused.values_logged_by_one_rank_only: (3, "log different values", "loss_of_0"),
 }
 
 
@@ -68,6 +59,21 @@ def run(pool: RankPool, function: Callable[[], None], world: int) -> list[Remote
     answers = pool.try_run(function, world)
     assert all(isinstance(answer, RemoteError) for answer in answers), answers
     return answers
+
+
+def look_alone(module: pl.LightningModule, layout: str = "1A+1F", strategy: Any = None, **options: Any) -> None:
+    """What every rank looks at first, in the place of a fit."""
+    trainer = Run(layout=layout).trainer(strategy, **options)
+    trainer.state.fn = TrainerFn.FITTING
+    refuse_unsupported(trainer, module)
+
+
+@pytest.mark.parametrize("function", ALONE, ids=lambda function: function.__name__)
+def test_a_rank_finds_out_by_itself(monkeypatch: pytest.MonkeyPatch, function: Callable[[], None]) -> None:
+    monkeypatch.setattr(refused, "fit", look_alone)
+    with pytest.raises(MisconfigurationException) as error:
+        function()
+    assert all(part in str(error.value) for part in ALONE[function]), error.value
 
 
 @pytest.mark.parametrize("function", SAME_ON_ALL, ids=lambda function: function.__name__)

@@ -99,7 +99,7 @@ class Scaled(LM):
 
 
 def scaled_module(case: Case) -> Scaled:
-    module = LM([batch(4, 8, seed) for seed in range(6)], ce=case.ce)
+    module = LM([batch(4, 8, seed) for seed in range(6)], ce=case.ce, layers=2)
     module.__class__ = Scaled
     return module.watch(case)  # type: ignore[attr-defined, no-any-return]
 
