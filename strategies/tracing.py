@@ -47,6 +47,7 @@ class Tracer:
         self._every = every
         self._transport = transport
         self._clock = clock_of(engine.device)
+        self._package, self._host = version("lightning-afd"), _host()  # both read files
         self._step = 0
         self._counts_before: Tensor | None = None
         self._tokens: tuple[tuple[int, ...], ...] = ()
@@ -93,7 +94,7 @@ class Tracer:
             sent=self._engine.link.sent,
             tokens_per_expert=self._tokens,
             kernels=self._engine.kernels,
-            host=_host(),
+            host=self._host,
             source=self._clock.source,
         )
 
@@ -120,7 +121,7 @@ class Tracer:
     def _versions(self, kernels: str) -> Versions:
         device = self._engine.device
         return Versions(
-            package=version("lightning-afd"),
+            package=self._package,
             torch=torch.__version__,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             experts=kernels,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cases import weights
@@ -118,6 +119,17 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatc
     (tmp_path / "trace").write_text("a file")
     tracing._write(recorded(), tmp_path / "trace")
     assert len(said) == 1 and "step 50 could not be recorded in" in said[0] and "training goes on" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "log_dir", "folder"),
+    [("auto", "logs/version_3", "logs/version_3/trace"), ("auto", None, "root/trace"), ("here", "logs", "here")],
+)
+def test_recordings_are_beside_the_log_unless_a_folder_is_chosen(chosen: str, log_dir: str | None, folder: str) -> None:
+    strategy = AFDStrategy(trace=1, trace_dir=chosen)
+    trainer = SimpleNamespace(log_dir=log_dir, default_root_dir="root")
+    strategy._lightning_module = SimpleNamespace(trainer=trainer)  # type: ignore[assignment]
+    assert strategy._trace_folder() == Path(folder)
 
 
 def test_bad_option_is_refused() -> None:
