@@ -23,7 +23,7 @@ PURE = ("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", 
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
     *("runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank", "engine"),
-    *("checkpoint", "measure"),
+    *("rehearsal", "checkpoint", "measure"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING
