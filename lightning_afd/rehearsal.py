@@ -27,14 +27,27 @@ from lightning_afd.transport.wire import Section
 CPU = torch.device("cpu")
 
 
-class Rehearsal:
-    """One rank of a schedule whose workers are one rank each; times are those of a clock that all ranks share."""
+class Clock:
+    """Seconds on which the processes of one host agree."""
 
-    def __init__(self, schedule: Schedule, load: Load, rank: int, transport: Transport) -> None:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep_until(self, moment: float) -> None:
+        time.sleep(max(0.0, moment - self.now()))
+
+
+class Rehearsal:
+    """One rank of a schedule whose workers are one rank each; the ranks' clocks must agree."""
+
+    def __init__(
+        self, schedule: Schedule, load: Load, rank: int, transport: Transport, clock: Clock | None = None
+    ) -> None:
         shape = schedule.shape
         layout = Layout(attention=1, ffn=1, groups=shape.groups, head=shape.head)
         self._program = schedule.programs[layout.worker_of(rank)]
         self._load = load
+        self._clock = clock or Clock()
         self._peers = Peers(layout, shape, rank)
         self._link = Link(transport, rank, CPU)
         self._step = 0
@@ -54,13 +67,13 @@ class Rehearsal:
 
     def _compute(self, action: Action) -> None:
         factor = self._load.imbalance if action.op == "E" else 1
-        _sleep_until(time.perf_counter() + self._load.seconds(action) * factor)
+        self._clock.sleep_until(self._clock.now() + self._load.seconds(action) * factor)
 
     def _transfer(self, action: Action) -> None:
         if self._peers.receives(action):
             for posted in self._receives.take(action):
                 _, when, _ = posted.wait()
-                _sleep_until(when.item())
+                self._clock.sleep_until(when.item())
         else:
             message = self._message(action)
             for peer in self._receivers(action):
@@ -71,12 +84,8 @@ class Rehearsal:
         x = Section(1, int(self._load.bytes(action)) // 4, torch.float32)
         sections = [x, Section(1, 1, torch.float64), Section(1, 1, torch.int32)]
         message, (_, when, _) = self._link.allocate(action, sections)
-        when.fill_(time.perf_counter() + self._load.links[action.op].latency)
+        when.fill_(self._clock.now() + self._load.links[action.op].latency)
         return message
 
     def _receivers(self, action: Action) -> range:
         return self._peers.layout.ranks_of(self._peers.shape.endpoints(action)[1])
-
-
-def _sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))

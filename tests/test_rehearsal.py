@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from pool import RankPool
 
 from lightning_afd.placement import Layout
-from lightning_afd.rehearsal import Rehearsal
+from lightning_afd.rehearsal import Clock, Rehearsal
 from lightning_afd.schedule.actions import Action
-from lightning_afd.schedule.orders import build
+from lightning_afd.schedule.orders import ORDERS, build
 from lightning_afd.schedule.passes import channel_of
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.simulate import Link, Load, by_kind, simulate
 from lightning_afd.timeline import Span
+from lightning_afd.transport.local import LocalNetwork, LocalTransport
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 MILLISECONDS = {"Af": 0.5, "Ab": 0.7, "Aw": 0.4, "Ef": 0.9, "Eb": 1.0, "Ew": 0.8, "Tf": 0.3, "Tb": 0.3, "Tw": 0.3}
@@ -97,6 +99,34 @@ def test_real_ranks_do_what_the_simulator_says(pool: RankPool, groups: int, head
         assert not too_early(shape, real) and not too_early(shape, simulation.timeline.spans)
     others = simulate(schedules[1], load_of(schedules[1].shape)).timeline.spans
     assert events(real) != events(others)
+
+
+class PaperClock(Clock):
+    """Time passes by sleeping only."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep_until(self, moment: float) -> None:
+        self.time = max(self.time, moment)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("groups", "head"), [(1, "attention"), (2, "attention"), (2, "ffn"), (4, "attention")])
+def test_without_any_delay_the_predicted_time_is_exact(order: str, groups: int, head: Any) -> None:
+    """What real ranks are slower than predicted is their delays, then, and nothing that they do otherwise."""
+    schedule = schedule_of(order, groups, head)
+    load = replace(load_of(schedule.shape), bytes=lambda action: 0)
+    network, clocks = LocalNetwork(Layout(attention=1, ffn=1, groups=groups, head=head)), list[PaperClock]()
+    ranks = []
+    for rank in range(2 * groups):
+        clocks.append(PaperClock())
+        ranks.append(Rehearsal(schedule, load, rank, LocalTransport(network, rank), clocks[-1]))
+    network.run([rank.run for rank in ranks])
+    assert max(clock.time for clock in clocks) == pytest.approx(simulate(schedule, load).seconds, rel=1e-9)
 
 
 def test_a_computation_before_its_message_is_seen() -> None:
