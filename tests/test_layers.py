@@ -25,18 +25,8 @@ PURE = (
 )
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
-    *(
-        "clock",
-        "runtime",
-        "receives",
-        "in_flight",
-        "tail_rank",
-        "attention_hops",
-        "attention_rank",
-        "ffn_rank",
-        "engine",
-    ),
-    *("checkpoint", "measure"),
+    *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank"),
+    *("engine", "rehearsal", "checkpoint", "measure"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING

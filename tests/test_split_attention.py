@@ -11,11 +11,12 @@ from tiny import TinyLayer, TinyMoE, tiny, tiny_hf
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_afd.attention_rank import AttentionRank
 from lightning_afd.model.input_first import Indivisible, WeightGradients, input_gradients
 from lightning_afd.model.port import suspended_layers
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.actions import Action
-from lightning_afd.schedule.orders import ORDERS
+from lightning_afd.schedule.orders import ORDERS, Knobs
 
 TOLERANCE = 1e-12
 EVERYTHING: dict[str, Any] = {"aux": 0.05, "shared_expert": True, "dense_first": 1, "layers": 5}
@@ -108,6 +109,25 @@ def test_what_is_sent_does_not_wait_for_weights() -> None:
         assert len(sends) >= 2  # a gradient for the experts, a hop of the other
         assert done.index(input_gradient) < min(map(done.index, sends))
         assert max(map(done.index, sends)) < done.index(weights)
+
+
+@pytest.mark.parametrize("pending", [1, 2])
+def test_no_more_is_put_off_than_asked_for(pending: int) -> None:
+    knobs = Knobs(pending=pending)
+    job = LocalJob(model_of(), Layout(attention=1, ffn=1, groups=2), "zero-bubble", split_attention=True, knobs=knobs)
+    held: list[int] = []
+    for engine in job.engines[:2]:
+        rank = engine._role
+        assert isinstance(rank, AttentionRank)
+        backward = rank._attention_backward
+
+        def counting(action: Action, rank: AttentionRank = rank, backward: Any = backward) -> None:
+            backward(action)
+            held.append(sum(len(flight.put_off) for flight in rank._flight))
+
+        engine.runtime._handlers = {**engine.runtime._handlers, ("A", "b"): counting}
+    job.step(make_batches(1, 6))
+    assert max(held) == pending and not any(flight.put_off for flight in job.engines[1]._role._flight)  # type: ignore[union-attr]
 
 
 class Square(torch.autograd.Function):
