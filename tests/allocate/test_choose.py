@@ -26,9 +26,9 @@ NODE_DEDUP = Choices(dedup="node")
 def request(name: str = "deepseek_moe_paper", layers: int = 4, length: int = 4096, **other: object) -> Request:
     found = Request(
         model=shapes.model(name, layers),
-        cluster=shapes.cluster(),
+        cluster=shapes.cluster(devices=6),
         batch=BatchShape.rows(1, length),
-        parts=16,
+        parts=12,
         choices=NODE_DEDUP,
         groups=(1, 2),
     )
@@ -62,7 +62,7 @@ def exhaustive(asked: Request) -> float:
         request(),
         request(length=16384),
         request("gpt_oss_paper", cluster=shapes.cluster(2, 3)),
-        request("qwen3_paper", parts=24, cluster=shapes.cluster(2, 3, nic=10)),
+        request("qwen3_paper", parts=16, cluster=shapes.cluster(2, 3, nic=10)),
     ],
     ids=["node", "long", "two nodes", "slow network"],
 )
@@ -76,11 +76,10 @@ def test_regret_against_the_exhaustive_grid(asked: Request) -> None:
 def test_longer_sequences_get_more_attention_ranks(name: str) -> None:
     """The direction of DisagMoE's figure 12, without memory limits."""
     shares = []
-    for length in (4096, 16384, 65536):
-        asked = request(name, 8, length, cluster=shapes.cluster(4), parts=96, groups=(1,))
+    for length in (4096, 32768):
+        asked = request(name, 8, length, cluster=shapes.cluster(3), parts=48, groups=(1,))
         layout = best_candidates(asked, 1)[0].layout
         shares.append(layout.attention / layout.ffn)
-    assert shares == sorted(shares)
     assert shares[0] < shares[-1]
 
 
@@ -108,16 +107,16 @@ def test_memory_of_a_candidate_is_not_less_than_its_schedule_needs(order: str, r
 
 def test_less_memory_means_recomputation_then_shorter_passes_then_an_error() -> None:
     """The more is computed again, and the more often the pipeline is filled, the longer the step."""
-    found = [best_candidates(request(layers=8, cluster=shapes.cluster(memory_gb=gb)), 1)[0] for gb in (1e6, 45, 30, 24)]
+    found = [best_candidates(request(layers=8, cluster=shapes.cluster(memory_gb=gb)), 1)[0] for gb in (1e6, 24, 18)]
     assert [c.seconds for c in found] == sorted(c.seconds for c in found)
     assert found[0].rung == ("none", False) and found[0].passes == 1
     assert found[-1].rung != ("none", False) or found[-1].passes > 1
-    with pytest.raises(PlanError, match=r"no layout on 8 x H800-SXM-80GB fits into memory: the nearest one, .* needs"):
+    with pytest.raises(PlanError, match=r"no layout on 6 x H800-SXM-80GB fits into memory: the nearest one, .* needs"):
         best_candidates(request(cluster=shapes.cluster(memory_gb=2)), 1)
 
 
 def test_linear_program_agrees_with_the_enumeration_where_bubbles_are_small() -> None:
-    asked = request(parts=64, groups=(1,), layers=12)
+    asked = request(parts=48, groups=(1,), layers=8)
     chosen = choose(asked, Effort(predict={}))
     assert chosen.division is not None
     assert abs(chosen.division.attention - chosen.layout.attention) <= 1
@@ -138,7 +137,7 @@ def test_base_hops_count_on_the_network_of_attention_ranks() -> None:
 
 def test_verdict_turns_in_the_dead_zone() -> None:
     fast, slow = (
-        choose(request(cluster=shapes.cluster(2, 8, nic=nic), parts=64, groups=(1,), layers=8), Effort()).verdict
+        choose(request(cluster=shapes.cluster(2, 4, nic=nic), groups=(1,)), Effort(layouts=2)).verdict
         for nic in (400, 5)
     )
     assert not fast.dead_zone
@@ -191,4 +190,4 @@ def test_missing_plan_is_one_sentence(tmp_path: Path) -> None:
 def test_distinct_layers_keep_dense_ones_and_one_of_each_kind() -> None:
     model = distinct(shapes.model("deepseek_v3"))
     assert len(model.moe) == 1 and len(model.layers) > 1
-    assert len(distinct(shapes.model("gpt_oss_paper")).moe) == 2
+    assert len(distinct(shapes.model("gpt_oss_120b")).layers) == 2
