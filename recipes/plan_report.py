@@ -57,7 +57,7 @@ def chosen_text(request: Request, choice: PlanChoice) -> str:
     used = f"{layout.world} of {request.cluster.devices} devices"
     lines = [
         f"Choice: {layout.describe()} on {used}, order {choice.order} in runs of {choice.group} at most; an optimizer "
-        f"step is {choice.passes} passes of {choice.micro_batches} micro-batches (accumulate_grad_batches={choice.passes}).",
+        f"step has {choice.passes} passes (accumulate_grad_batches) of {choice.micro_batches} micro-batches.",
         f"Why: {choice.seconds:.4g} s per step is the least of the simulated candidates; its busiest part needs "
         f"{choice.bound_seconds:.4g} s ({choice.bound_seconds / choice.seconds:.0%}), which no order can beat. "
         f"{request.tokens / choice.seconds:,.0f} tokens/s, {choice.utilisation:.1%} of the peak of the used devices.",

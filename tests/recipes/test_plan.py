@@ -1,0 +1,77 @@
+"""The command `plan`, end to end and in its own process: what it prints, writes and refuses, and what it loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_afd.allocate.choice import PlanChoice
+from lightning_afd.recipes.cli import TOOLS
+from lightning_afd.recipes.plan_report import packed
+
+SMALL = ("model=deepseek_v2_lite", "cluster.num_nodes=2", "data.global_batch=32", "groups=[1]", "candidates=2")
+
+
+def plan(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder; it reports at the end which heavy libraries it has loaded."""
+    program = (
+        "import sys, lightning_afd.recipes.cli as cli; sys.argv.insert(1, 'plan'); cli.main();"
+        "print('heavy:', *sorted({'torch', 'transformers', 'lightning'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program, *settings, "hydra.run.dir=."]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_plan_is_printed_saved_and_drawn(tmp_path: Path) -> None:
+    done = plan(tmp_path, *SMALL, "data.documents=[300,2000,4096]")
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    for part in (
+        "Candidates",
+        "Choice: ",
+        "Why: ",
+        "Verdict: ",
+        "experts inside a node",
+        "top-12",
+        "Packed documents: ",
+    ):
+        assert part in text
+    assert text.endswith("heavy:")
+    choice = PlanChoice.load(tmp_path / "plan.json")
+    assert choice.layout.world <= 16
+    assert choice.layout.describe() in text
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model=qwen9",), "model=qwen9 is not a choice; model can be deepseek_moe_16b, "),
+        (("dedup=some",), "dedup=some is not a choice; dedup can be rank, node, none"),
+        (("data.sequence=8",), "data.sequence is not a setting; data has "),
+        (("model=pretrained", "model.pretrained=folder"), "this model has no shape in conf/model"),
+        (("cluster.device.memory_gb=1",), "16 x H800-SXM-80GB fits into memory: the nearest one, "),
+    ],
+)
+def test_wrong_settings_are_one_sentence(tmp_path: Path, settings: tuple[str, ...], message: str) -> None:
+    done = plan(tmp_path, *SMALL, *settings)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_help_lists_settings(tmp_path: Path) -> None:
+    done = plan(tmp_path, "--help")
+    assert "lightning-afd plan [model=choice]" in done.stdout
+    assert "global_batch: 512" in done.stdout
+    assert "plan" in TOOLS
+
+
+def test_packed_rows_are_full() -> None:
+    rows = packed([300, 2000], 4096, 10)
+    assert [sum(row) for row in rows] == [4096] * 10
+    assert all(length <= 2000 for row in rows for length in row)
