@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
-PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py schedule cost simulate.py allocate.py tune.py))
+PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py schedule cost backlog.py simulate.py baselines allocate.py tune.py))
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

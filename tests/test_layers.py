@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lightning_afd"
 MAX_LINES = 350
 
-PURE = ("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", "simulate", "allocate", "tune")
+PURE = (
+    *("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", "backlog", "simulate"),
+    *("baselines", "allocate", "tune"),
+)
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
     *("runtime", "tail_rank", "attention_rank", "ffn_rank", "engine", "checkpoint", "measure"),
