@@ -13,13 +13,16 @@ from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import memory_of, scheduled_activations
 from lightning_afd.cost.times import StepCosts, step_costs
 from lightning_afd.placement import Layout, Worker
-from lightning_afd.schedule.actions import Op
+from lightning_afd.schedule.actions import Op, Phase
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.simulate import Link, Load, Simulation, simulate
 
 GROUPS = (1, 2, 4, 8)
+"""Groups per role that are tried."""
+_COMPUTE: tuple[Op, ...] = ("A", "E")
+_PHASES: tuple[Phase, ...] = ("f", "b", "w")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +52,11 @@ class Division:
     def schedule(self) -> Schedule:
         """Of all workers; zero-bubble gets the pace of the middle of the model."""
         layer, costs = self.shape.layers // 2, self.costs.actions
-        kinds = ("Af", "Ab", "Aw", "Ef", "Eb", "Ew") if self.order == "zero-bubble" else ()
-        seconds = {kind: costs[kind[0], layer, kind[1]].seconds for kind in kinds}  # type: ignore[index]
-        tail = {"T" + phase: costs["A", self.shape.layers, phase].seconds for phase in "fbw"[: len(kinds) // 2]}  # type: ignore[index]
-        pace = Pace(seconds={**seconds, **tail}, transfer=costs["D", layer, "f"].seconds) if kinds else Pace()
+        if self.order == "af-pipe":
+            return build(self.order, self.shape, Knobs(group=self.run))
+        seconds = {op + phase: costs[op, layer, phase].seconds for op in _COMPUTE for phase in _PHASES}
+        seconds |= {"T" + phase: costs["A", self.shape.layers, phase].seconds for phase in _PHASES}
+        pace = Pace(seconds=seconds, transfer=costs["D", layer, "f"].seconds)
         return build(self.order, self.shape, Knobs(group=self.run, pace=pace))
 
     @cached_property
@@ -87,9 +91,7 @@ class Division:
         return Load(
             seconds=lambda action: costs.of(action).seconds,
             bytes=lambda action: (
-                costs.of(action).send_seconds
-                if (action.op == "C") == (action.phase == "x") or action.op != "C"
-                else costs.of(action).receive_seconds
+                costs.of(action).receive_seconds if action.op == "C" else costs.of(action).send_seconds
             ),
             links=links,
             reduce=self._reduce,
@@ -168,10 +170,8 @@ def _estimate(division: Division) -> float:
     """About the seconds of a step: the busiest lane and the warm-up, which short runs make longer by transfers."""
     costs, groups = division.costs, division.shape.groups
     layer = division.shape.layers // 2
-    attention, experts = (
-        sum(costs.actions[op, layer, p].seconds for p in ps) for op, ps in (("A", "fb"), ("E", "fbw"))
-    )  # type: ignore[index]
+    stages = sum(cost.seconds for (op, own, _), cost in costs.actions.items() if own == layer and op in "AE")
     transfer = costs.actions["D", layer, "f"].seconds
     rounds = division.job.micro_batches * -(-division.shape.layers // groups) / division.run
     shown = (2 * transfer * rounds if division.run == 2 * groups else 0) + 2 * (2 * groups - 1) * transfer
-    return costs.bound() + (2 * groups - 1) * (attention + experts) / 2 + shown
+    return costs.bound() + (2 * groups - 1) * stages / 2 + shown

@@ -51,10 +51,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 """exposed: interleaved 1F1B of Megatron-LM; nothing is computed while tokens travel.
 experts-only: transfers hide behind experts of the other half of a micro-batch, as in Tutel (2206.03382) and Comet
 (2502.19811), not behind attention; Comet's finer tiles and fused kernels are not modelled.
-flowmoe: two micro-batches pass attention, router and experts one behind the other (2510.00207, R = 2); chunks of reduces
-are asked for apart (`Costs.chunked`); the system itself has no pipeline stages.
-dualpipe: two directions, a forward's transfers hide behind a backward and the other way round, weight gradients fill the
-ends (2412.19437); parameters are kept twice; that its transfers take SMs from the computation is not modelled."""
+flowmoe: two micro-batches pass attention, router and experts one behind the other (2510.00207, R = 2); chunks of
+reduces are asked for apart (`Costs.chunked`); the system itself has no pipeline stages.
+dualpipe: two directions, a forward's transfers hide behind a backward and the other way round, weight gradients fill
+the ends (2412.19437); parameters are kept twice; that transfers take SMs from the computation is not modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
