@@ -123,6 +123,12 @@ class Apart:
     exposed: float
     """Share of it that free transfers would save (0..1)."""
 
+    @property
+    def busiest(self) -> str:
+        """The lane that sets the bound, such as `A send`."""
+        worker, _, way = max(self.simulation.busy, key=lambda lane: self.simulation.busy[lane])
+        return f"{worker.role} {way}"
+
 
 def run(division: Division) -> Apart:
     """Simulate a division."""
@@ -139,18 +145,23 @@ def run(division: Division) -> Apart:
     )
 
 
-def best_apart(job: Job, most: int = 2) -> Apart:
-    """The best order, run length and recomputation of the `most` likely layouts of the job's cluster.
+def steps_apart(job: Job, most: int = 2) -> dict[str, Apart]:
+    """By order, the best of the `most` likely layouts, run lengths and recomputations for the job's cluster.
 
-    Whole nodes go to each group, sequences of a step are those of the job. Where nothing fits into memory, the
-    smallest is taken.
+    Whole nodes go to each group, sequences of a step are those of the job. zero-bubble is tried on the layout that is
+    best for af-pipe, if it fits. Where nothing fits into memory, the smallest is taken.
     """
     divisions = sorted(_divisions(job), key=_estimate)
     chosen = list(islice((division for division in divisions if division.fits), most))
     chosen = chosen or [min(divisions, key=lambda division: division.least_memory)]
     best = min((run(division) for division in chosen), key=lambda found: found.seconds)
     other = replace(best.division, order="zero-bubble")
-    return min(best, run(other), key=lambda found: found.seconds) if other.fits else best
+    return {"af-pipe": best} | ({"zero-bubble": run(other)} if other.fits else {})
+
+
+def best_apart(job: Job, most: int = 2) -> Apart:
+    """The better of the two orders."""
+    return min(steps_apart(job, most).values(), key=lambda found: found.seconds)
 
 
 def _divisions(job: Job) -> Iterator[Division]:

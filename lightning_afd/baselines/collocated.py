@@ -6,6 +6,7 @@ reduces and transfers unless asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,7 +96,7 @@ class Costs:
     def chunked(self, longest: float) -> Load:
         """The same with reduces in chunks of at most so many bytes on the lanes of transfers, below them."""
         worker = Worker("A", 0)
-        rate = self._gradient_bytes(worker, 1) / self.reduce_seconds(worker, 1)
+        rate = self._gradient_bytes(worker, 0) / self.reduce_seconds(worker, 0)
         chunks = Chunks(link=self._links()["D"], longest=longest / rate, launch=self.launch)
         return replace(self.load(), reduce=self.reduce_seconds, chunks=chunks)
 
@@ -218,6 +219,10 @@ class Costs:
             found[worker.group] += scheduled_activations(self.part, worker, program)
         return max(found)
 
+    def seconds_of(self, op: Op) -> float:
+        """Seconds of all A, or all E, actions of one micro-batch of the shape."""
+        return sum(seconds for (own, _, _), seconds in self._seconds.items() if own == op)
+
     def work(self) -> tuple[list[float], list[float]]:
         """Seconds of computation, and of sending, of each stage for one micro-batch of the shape."""
         compute, network = ([0.0] * self.shape.groups for _ in range(2))
@@ -247,9 +252,10 @@ def sum_seconds(cluster: Cluster, nbytes: float, ranks: int, *, apart: int = 1) 
 
 
 def sum_latency(cluster: Cluster, ranks: int) -> float:
-    """Seconds of an all-reduce over neighbours, however small it is."""
+    """Seconds of an all-reduce over neighbours, however small it is: up and down a binary tree (NCCL's for short sums)."""
     near = min(ranks, cluster.devices_per_node)
-    return 2 * ((near - 1) * cluster.nvlink.latency + (-(-ranks // near) - 1) * cluster.nic.latency)
+    inside, between = math.ceil(math.log2(near)), math.ceil(math.log2(-(-ranks // near)))
+    return 2 * (inside * cluster.nvlink.latency + between * cluster.nic.latency)
 
 
 def _rate(link: PortLink) -> float:
