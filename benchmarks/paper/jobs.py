@@ -25,7 +25,7 @@ MEGATRON = Precision(compute="bfloat16", weight_bytes=2, gradient_bytes=4, optim
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the report: its text without title, and whether it is quick enough to be checked by a test."""
+    """A part of the report."""
 
     title: str
     lines: Sequence[str]

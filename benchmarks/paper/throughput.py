@@ -124,7 +124,7 @@ def _within_memory() -> list[str]:
     rows = []
     for model, length in (("DeepSeek-MoE", 4096), ("DeepSeek-MoE", 8192), ("GPT-OSS", 4096), ("GPT-OSS", 8192)):
         one = case(model, length, memory_gb=80)
-        speedups = (f"{one.speedup(column):.2f}" + "" if one.methods[column].fits else "-" for column in COLUMNS)
+        speedups = (f"{one.speedup(column):.2f}" if one.methods[column].trial.fits else "-" for column in COLUMNS)
         memory = one.apart.division.memory / 1e9
         rows.append(
             (model, length, one.apart.division.describe(), f"{one.apart.seconds:.2f}", f"{memory:.0f}", *speedups)

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Literal
 
-from lightning_afd.baselines.collocated import sum_latency, sum_seconds
+from lightning_afd.baselines.collocated import free_transfers, sum_latency, sum_seconds
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import memory_of, scheduled_activations
 from lightning_afd.cost.times import StepCosts, step_costs
@@ -120,8 +120,12 @@ class Apart:
     simulation: Simulation
     seconds: float
     """Of the step, the optimizer's included."""
-    exposed: float
-    """Share of it that free transfers would save (0..1)."""
+
+    @cached_property
+    def exposed(self) -> float:
+        """Share of the step that free transfers would save (0..1)."""
+        free = simulate(self.division.schedule, free_transfers(self.division.load()))
+        return (self.simulation.seconds - free.seconds) / self.seconds
 
     @property
     def busiest(self) -> str:
@@ -132,17 +136,9 @@ class Apart:
 
 def run(division: Division) -> Apart:
     """Simulate a division."""
-    load = division.load()
-    simulation = simulate(division.schedule, load)
-    links = {op: replace(link, latency=0) for op, link in load.links.items()}
-    free = simulate(division.schedule, replace(load, bytes=lambda action: 0, links=links))
+    simulation = simulate(division.schedule, division.load())
     seconds = simulation.seconds + division.costs.update.optimizer_seconds
-    return Apart(
-        division=division,
-        simulation=simulation,
-        seconds=seconds,
-        exposed=(simulation.seconds - free.seconds) / seconds,
-    )
+    return Apart(division=division, simulation=simulation, seconds=seconds)
 
 
 def steps_apart(job: Job, most: int = 2) -> dict[str, Apart]:

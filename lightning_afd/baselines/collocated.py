@@ -240,6 +240,12 @@ class Costs:
         return optimizer_seconds(self.job, max(dense / shares[0] + experts / shares[1] for dense, experts in trained))
 
 
+def free_transfers(load: Load) -> Load:
+    """The same load with transfers that take no time."""
+    links = {op: replace(link, latency=0) for op, link in load.links.items()}
+    return replace(load, bytes=lambda action: 0, links=links)
+
+
 def sum_seconds(cluster: Cluster, nbytes: float, ranks: int, *, apart: int = 1) -> float:
     """An all-reduce over ranks whose numbers are so far apart, without latency: rings inside the nodes, and for each
     rank's share of the sum between them, both at the same time (NCCL uses all NICs of a node in this way)."""

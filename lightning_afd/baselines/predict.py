@@ -12,7 +12,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from lightning_afd.baselines.collocated import Collocated, Costs
+from lightning_afd.baselines.collocated import Collocated, Costs, free_transfers
 from lightning_afd.baselines.programs import Style, collocated_schedule
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.baselines.units import interleaved, two_directions
@@ -74,27 +74,6 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """A step of a method, simulated."""
-
-    setting: Setting
-    simulation: Simulation
-    seconds: float
-    """Of the step, the optimizer's included."""
-    exposed: float
-    """Share of it that free transfers would save (0..1)."""
-    memory: float
-    """Bytes on the fullest rank."""
-    fits: bool
-
-    @property
-    def bound(self) -> tuple[str, float]:
-        """What the busiest lane does (compute, send, receive or reduce), and its share of the step (0..1)."""
-        lane = max(self.simulation.busy, key=lambda key: self.simulation.busy[key])
-        return lane[2], self.simulation.busy[lane] / self.seconds
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trial:
     """A setting with its costs and its schedule."""
 
@@ -129,19 +108,30 @@ class Trial:
 
     def run(self) -> Prediction:
         """Simulate it."""
-        load = self.costs.load()
-        simulation = simulate(self.schedule, load)
-        links = {op: replace(link, latency=0) for op, link in load.links.items()}
-        free = simulate(self.schedule, replace(load, bytes=lambda action: 0, links=links))
-        seconds = simulation.seconds + self.costs.update_seconds()
-        return Prediction(
-            setting=self.setting,
-            simulation=simulation,
-            seconds=seconds,
-            exposed=(simulation.seconds - free.seconds) / seconds,
-            memory=self.memory,
-            fits=self.fits,
-        )
+        simulation = simulate(self.schedule, self.costs.load())
+        return Prediction(trial=self, simulation=simulation, seconds=simulation.seconds + self.costs.update_seconds())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step of a method, simulated."""
+
+    trial: Trial
+    simulation: Simulation
+    seconds: float
+    """Of the step, the optimizer's included."""
+
+    @cached_property
+    def exposed(self) -> float:
+        """Share of the step that free transfers would save (0..1)."""
+        free = simulate(self.trial.schedule, free_transfers(self.trial.costs.load()))
+        return (self.simulation.seconds - free.seconds) / self.seconds
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """What the busiest lane does (compute, send, receive or reduce), and its share of the step (0..1)."""
+        lane = max(self.simulation.busy, key=lambda key: self.simulation.busy[key])
+        return lane[2], self.simulation.busy[lane] / self.seconds
 
 
 def predict_baselines(job: Job, nodes: tuple[int, ...] = (1, 2), most: int = 2) -> dict[str, Prediction]:
@@ -149,7 +139,7 @@ def predict_baselines(job: Job, nodes: tuple[int, ...] = (1, 2), most: int = 2) 
 
     The job's cluster is used whole, with the sequences of a step divided over all ranks. Names are such as
     "exposed, 2 nodes"; methods that can't run at all (too few ranks, layers or micro-batches) are left out. Where no
-    setting fits into memory, the smallest is given, with `fits` False.
+    setting fits into memory (`trial.fits`), the smallest is given.
     """
     found = {}
     for name in METHODS:
