@@ -72,9 +72,12 @@ def figure_12() -> Section:
             *table(["tokens", *(f"{a}A:{f}F" for a, f in RATIOS), "best"], rows),
             "Agrees in direction: longer sequences want more attention ranks.",
             "",
-            "At 16384 tokens the paper has 16:10 beat 16:16 by 1.29x per GPU. Simulated (p = 4, G = 2P), 4 x (16A + 10F)",
-            f"is {alone:.2f} times as fast, {alone * 128 / 104:.2f}x per GPU that is used. With the NICs of the 24 idle GPUs",
-            f"lent to the expert ranks it is {borrowed:.2f}, and {borrowed * 128 / 104:.2f}x per used GPU: whatever is left of the",
+            "At 16384 tokens the paper has 16:10 beat 16:16 by 1.29x per GPU. Simulated (p = 4, G = 2P), 4 x "
+            "(16A + 10F)",
+            f"is {alone:.2f} times as fast, {alone * 128 / 104:.2f}x per GPU that is used. With the NICs of the "
+            "24 idle GPUs",
+            f"lent to the expert ranks it is {borrowed:.2f}, and {borrowed * 128 / 104:.2f}x per used GPU: "
+            "whatever is left of the",
             "claim comes from NICs that are not counted. Per GPU of the cluster it does not hold.",
         ],
     )
@@ -110,7 +113,8 @@ def figure_13() -> Section:
     return Section(
         title="Figure 13: top-k and EP size (DeepSeek-MoE, 8192 tokens)",
         lines=[
-            "Speed over 1F1B; for top-k with EP16. The paper's values are not in what we know of it, but its direction is:",
+            "Speed over 1F1B; for top-k with EP16. The paper's values are not in what we know of it, but its "
+            "direction is:",
             "more experts per token and more nodes cost the baseline more.",
             "",
             *_by(names, "k", by_top_k()),
@@ -149,11 +153,13 @@ def figure_14() -> Section:
     return Section(
         title="Figure 14: virtual stages",
         lines=[
-            "Share of the busiest lane's time in the step, 2 x (16A + 16F), 8 micro-batches of 8192 tokens, models of 2v",
+            "Share of the busiest lane's time in the step, 2 x (16A + 16F), 8 micro-batches of 8192 tokens, "
+            "models of 2v",
             "DeepSeek-MoE layers (a virtual stage is a layer here).",
             "",
             *table(["v", "G = P", "G = 2P", "GB on the fullest rank (G = 2P)"], rows),
-            "Agrees: more virtual stages fill the pipeline, with less and less to gain, and memory in flight grows with "
+            "Agrees: more virtual stages fill the pipeline, with less and less to gain, and memory in flight "
+            "grows with "
             "them until it is the limit.",
         ],
     )

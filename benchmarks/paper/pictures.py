@@ -51,6 +51,7 @@ def shares(folder: Path) -> None:
     left.plot([1, 8], [0.22, 0.78], "k*", markersize=9, linestyle="none", label="paper")
     left.set_xscale("log", base=2)
     left.set_xticks(NODES, [str(nodes) for nodes in NODES])
+    left.set_xlabel("nodes")
     left.set_ylim(0, 1)
     left.set_title("share of all-to-all by nodes (DeepSeek-MoE, 8192)", loc="left", fontsize=10)
     left.legend(fontsize=8, frameon=False)

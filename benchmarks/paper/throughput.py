@@ -105,7 +105,8 @@ def figure_10() -> Section:
     return Section(
         title="Figure 10: speed over other methods",
         lines=[
-            "Step of the other method over that of separate workers: above 1 these are faster. 16 nodes, 512 sequences a",
+            "Step of the other method over that of separate workers: above 1 these are faster. 16 nodes, 512 "
+            "sequences a",
             "step (the paper names none), one per GPU and micro-batch, no limit of memory. Pipelines of all are tuned.",
             "",
             *table(["model", "tokens", "NIC efficiency", "AFD, s", *COLUMNS], _rows([*found, *slow_cases()])),
@@ -130,7 +131,8 @@ def _within_memory() -> list[str]:
             (model, length, one.apart.division.describe(), f"{one.apart.seconds:.2f}", f"{memory:.0f}", *speedups)
         )
     return [
-        "The same within the 80 GB of an H800 (92 % of them usable), where whatever does not fit is computed twice (-: no "
+        "The same within the 80 GB of an H800 (92 % of them usable), where whatever does not fit is computed "
+        "twice (-: no "
         "setting fits):",
         "",
         *table(["model", "tokens", "AFD", "s", "GB", *COLUMNS], rows),
@@ -172,7 +174,8 @@ def bounds() -> Section:
     return Section(
         title="How near AF-Pipe comes to its busiest lane",
         lines=[
-            "Step without the optimizer; aims are 0.90 (af-pipe) and 0.92 (zero-bubble). c: one dispatch; F: the longer of "
+            "Step without the optimizer; aims are 0.90 (af-pipe) and 0.92 (zero-bubble). c: one dispatch; F: the "
+            "longer of "
             "the two forwards of a layer.",
             "",
             *table(["model", "tokens", "division", "of the bound", "busiest lane", "why below the aim"], rows),

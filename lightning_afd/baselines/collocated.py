@@ -258,7 +258,7 @@ def sum_seconds(cluster: Cluster, nbytes: float, ranks: int, *, apart: int = 1) 
 
 
 def sum_latency(cluster: Cluster, ranks: int) -> float:
-    """Seconds of an all-reduce over neighbours, however small it is: up and down a binary tree (NCCL's for short sums)."""
+    """Seconds of an all-reduce over neighbours, however small it is: up and down a binary tree, as in NCCL."""
     near = min(ranks, cluster.devices_per_node)
     inside, between = math.ceil(math.log2(near)), math.ceil(math.log2(-(-ranks // near)))
     return 2 * (inside * cluster.nvlink.latency + between * cluster.nic.latency)

@@ -85,7 +85,7 @@ def test_a_stage_in_another_order_is_a_deadlock() -> None:
     good = one_way(shape)
     last = one_way(replace(shape, groups=2, chunks=2)).programs  # no virtual stages on stage 1
     mixed = {worker: (last if worker.group else good.programs)[worker] for worker in shape.workers()}
-    with pytest.raises(ScheduleError, match="waits at|which does not belong|lacks"):
+    with pytest.raises(ScheduleError, match=r"waits at|which does not belong|lacks"):
         check(replace(good, programs=mixed))
 
 
