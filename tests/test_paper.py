@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def paper(monkeypatch: pytest.MonkeyPatch) -> object:
+def paper(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """The package of the benchmark."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import paper.choices
-    import paper.shares
-
+    importlib.import_module("paper.choices")
+    importlib.import_module("paper.shares")
     yield sys.modules["paper"]
     for name in [name for name in sys.modules if name == "paper" or name.startswith("paper.")]:
         del sys.modules[name]

@@ -25,9 +25,9 @@ DEFAULT_CHUNK = 1 * MIB
 
 
 VERDICT = (
-    "With published shares it agrees: FlowMoE over vanilla and over Tutel within 1.2. From shapes alone the vanilla step "
-    "of two models comes within a tenth, but the all-to-all then takes most of it, so that there is less to hide: "
-    "speedups have the right direction and about a third to two thirds of the size. GPT2-Tiny lies at the 60 us that an "
+    "With published shares it agrees: FlowMoE over vanilla and over Tutel within 1.2. From shapes alone the vanilla "
+    "step of two models comes within a tenth, but the all-to-all then takes most of it, so that there is less to hide: "
+    "speedups have the right direction, and a third to two thirds of the size. GPT2-Tiny lies at the 60 us that an "
     "action takes at least here, DeepSeek-V2-S has eight rows per token on one NIC for eight GPUs; its real batch must "
     "be smaller than assumed."
 )
