@@ -8,12 +8,14 @@ numbers, fractions for example: the simulator only adds, divides and compares th
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
+from lightning_afd.backlog import Backlog, Unreduced, makes_gradients
 from lightning_afd.errors import PlanError, ScheduleError
 from lightning_afd.placement import Layout, Role, Worker
 from lightning_afd.schedule.actions import Action, Op
@@ -52,6 +54,21 @@ def collocated(worker: Worker) -> Worker:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """Reduces that share lanes with transfers, below them: a chunk starts when nothing is on them or waits for them.
+
+    FlowMoE (2510.00207), section 3.3. What has started is not interrupted.
+    """
+
+    link: Link
+    """The class of links whose two lanes a chunk occupies."""
+    longest: float = math.inf
+    """Seconds of a chunk: S_p over the rate; infinite for one chunk per layer."""
+    launch: float = 0
+    """Seconds that each chunk takes beside that."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Load:
     """What the actions of a step cost."""
 
@@ -67,6 +84,8 @@ class Load:
     reduce: Callable[[Worker, int], float] = lambda worker, layer: 0
     """Seconds of the all-reduce of a layer's gradients between the ranks of a worker; it starts behind the layer's last
     backward or weight gradient."""
+    chunks: Chunks | None = None
+    """How reduces share the lanes of transfers; without it they have one of their own."""
     machine: Machine = apart
     """Whose lanes a worker uses."""
 
@@ -176,6 +195,14 @@ def _rank(layout: Layout, worker: Worker) -> int:
     return layout.ranks_of(worker)[0]
 
 
+@dataclass(frozen=True)
+class _Gap:
+    """An event: lanes of a machine may be free for a chunk."""
+
+    machine: Worker
+    chunks: Chunks
+
+
 class _Run:
     """Events in the order of time: a worker goes on with its program, or a message starts on its way."""
 
@@ -186,8 +213,10 @@ class _Run:
         self._free: dict[Lane, float] = defaultdict(int)
         self._arrived: dict[Action, float] = {}
         self._waiting: dict[Action, tuple[Worker, float]] = {}
-        self._queue: list[tuple[float, int, Worker | Action]] = []
+        self._queue: list[tuple[float, bool, int, Worker | Action | _Gap]] = []
         self._asked: dict[Action, float] = {}
+        self._backlog = Backlog(schedule.programs)
+        self._reduced: list[Carried] = []
         self.done: dict[Worker, list[tuple[Action, float, float]]] = {worker: [] for worker in schedule.programs}
         self.transfers: list[Carried] = []
         self.busy: dict[Lane, float] = defaultdict(int)
@@ -197,19 +226,21 @@ class _Run:
         for worker in self._schedule.programs:
             self._push(0, worker)
         while self._queue:
-            now, _, what = heappop(self._queue)
+            now, *_, what = heappop(self._queue)
             if isinstance(what, Action):
                 self._start(what, now)
-            else:
+            elif isinstance(what, Worker):
                 self._go_on(what, now)
+            else:
+                self._fill(what, now)
         if self._waiting:
             check_executable(self._schedule)
             raise ScheduleError(f"nothing happens any more, and {' '.join(map(str, self._waiting))} never came")
 
-    def _push(self, time: float, what: Worker | Action) -> None:
-        """Events at the same time happen in the order in which they were found."""
+    def _push(self, time: float, what: Worker | Action | _Gap) -> None:
+        """Events at the same time happen in the order in which they were found, chunks of reduces behind the others."""
         self.events += 1
-        heappush(self._queue, (time, self.events, what))
+        heappush(self._queue, (time, isinstance(what, _Gap), self.events, what))
 
     def _go_on(self, worker: Worker, now: float) -> None:
         """Execute a program up to its next action that takes time."""
@@ -235,6 +266,29 @@ class _Run:
         start, end = self._occupy(lane, now, self._load.seconds(action) * factor)
         self.done[worker].append((action, start, end))
         self._push(end, worker)
+        if self._load.chunks and self._backlog.completes(worker, action):
+            self._enqueue(Unreduced(action, worker, end, self._load.reduce(worker, action.layer)), self._load.chunks)
+
+    def _enqueue(self, layer: Unreduced, chunks: Chunks) -> None:
+        machine = self._load.machine(layer.worker)
+        if layer.left and self._backlog.add(machine, layer):
+            self._push(layer.asked, _Gap(machine, chunks))
+
+    def _fill(self, gap: _Gap, now: float) -> None:
+        """Send a chunk if the machine's lanes are free, else look again when they are."""
+        machine, chunks = gap.machine, gap.chunks
+        lanes: list[Lane] = [(machine, chunks.link, "send"), (machine, chunks.link, "receive")]
+        layer = self._backlog.first(machine)
+        free = max(layer.asked, *(self._free[lane] for lane in lanes))
+        if free > now:
+            return self._push(free, gap)
+        seconds = self._backlog.take(machine, chunks.longest) + chunks.launch
+        for lane in lanes:
+            self._occupy(lane, now, seconds)
+        self._reduced.append(Carried(layer.action, layer.worker, layer.asked, now, now + seconds))
+        if self._backlog.waits(machine):
+            self._push(now + seconds, gap)
+        return None
 
     def _send(self, worker: Worker, action: Action, now: float) -> None:
         """Put a message behind those that the worker sends over the same class of links."""
@@ -275,12 +329,12 @@ class _Run:
         return start, start + seconds
 
     def reduces(self) -> tuple[Carried, ...]:
-        """The reduces of all layers, each worker's one after another."""
+        """The chunks of all reduces, or the reduces of all layers, each worker's one after another."""
+        if self._load.chunks:
+            return tuple(self._reduced)
         found = []
         for worker, done in self.done.items():
-            last = {
-                action.layer: (end, action) for action, _, end in done if action.phase in "bw" and action.op in "AET"
-            }
+            last = {action.layer: (end, action) for action, _, end in done if makes_gradients(action)}
             for layer, (asked, action) in last.items():
                 seconds = self._load.reduce(worker, layer)
                 if seconds:
