@@ -6,7 +6,7 @@ VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
 PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py waits.py regime.py recording schedule cost \
-	backlog.py simulate.py baselines allocate allocate.py tune.py report))
+	backlog.py simulate.py baselines allocate tune.py report))
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

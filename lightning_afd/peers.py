@@ -57,15 +57,6 @@ class Peers:
         """Whether an A or H action is about hidden states for a tail on an F rank."""
         return action.layer == self.shape.layers and self.shape.hands_over()
 
-    def senders(self, action: Action) -> tuple[int, ...]:
-        """The ranks from which a transfer comes to this one, in the order in which they are handled."""
-        match action.op:
-            case "C":
-                return tuple(self.expert_ranks(action.layer))
-            case "D":
-                return tuple(self.attention_ranks(action.layer + (action.phase == "b")))
-        return tuple(self.counterparts(action, replica)[0] for replica in self._replicas)
-
     def receiver(self, action: Action) -> int:
         """The rank to which an A rank sends a hop or router logits."""
         return self.counterparts(action, self.layout.index_of(self.rank))[1]
@@ -83,12 +74,12 @@ class Peers:
         return self._rank_of(sender, replica), self._rank_of(receiver, replica)
 
     def senders(self, action: Action) -> tuple[int, ...]:
-        """The ranks whose messages this rank takes in a transfer to its worker; none where others of it have tails."""
+        """The ranks whose messages this rank takes in a transfer to its worker, in the order in which they are handled;
+        none where others of it have tails.
+        """
         if action.op in "DC":
             return tuple(self.layout.ranks_of(self.shape.endpoints(action)[0]))
-        worker = self.layout.worker_of(self.rank)
-        replicas = (self.layout.index_of(self.rank),) if worker.role == "A" else self.layout.tails_of(self.rank)
-        return tuple(self.counterparts(action, replica)[0] for replica in replicas)
+        return tuple(self.counterparts(action, replica)[0] for replica in self._replicas)
 
     def _rank_of(self, worker: Worker, replica: int) -> int:
         return self.layout.ranks_of(worker)[replica] if worker.role == "A" else self.layout.tail_rank(replica)
