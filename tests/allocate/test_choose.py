@@ -115,7 +115,7 @@ def test_less_memory_means_recomputation_then_shorter_passes_then_an_error() -> 
     assert [c.seconds for c in found] == sorted(c.seconds for c in found)
     assert found[0].rung == ("none", False) and found[0].passes == 1
     assert found[1].memory_bytes <= 16e9 * 0.92 < found[0].memory_bytes
-    with pytest.raises(PlanError, match=r"no layout on 6 x H800-SXM-80GB fits into memory: the nearest one, .* needs"):
+    with pytest.raises(PlanError, match=r"no layout on \d x H800-SXM-80GB fits into memory: the nearest one, .* needs"):
         best_candidates(request(cluster=shapes.cluster(memory_gb=2)), 1)
 
 
