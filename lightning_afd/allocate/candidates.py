@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_afd.allocate.division import attention_sizes, ffn_sizes
-from lightning_afd.allocate.fit import Fitting, Footprint, held, run_length
+from lightning_afd.allocate.fit import PENDING, Fitting, Footprint, held, run_length
 from lightning_afd.allocate.formula import Stages, exposed_all_reduce, formula_seconds
 from lightning_afd.allocate.request import RUNGS, Candidate, Request, Rung
 from lightning_afd.allocate.simulated import Ordering, pass_seconds
@@ -153,7 +153,9 @@ def _runs(request: Request, fitting: Fitting, layout: Layout, order: str) -> Ite
 def _bytes(run: _Run, sides: tuple[Footprint, Footprint]) -> float:
     """Of the fullest rank."""
     in_flight = held(run.shape, run.order, run.group)
-    return max(side.total(n, run.shape.micro_batches) for side, n in zip(sides, in_flight, strict=True))
+    attention, ffn = (side.total(n, run.shape.micro_batches) for side, n in zip(sides, in_flight, strict=True))
+    late = PENDING * sides[1].once if run.order == "zero-bubble" else 0.0  # a weight gradient keeps more than a forward
+    return max(attention, ffn + late)
 
 
 def _nothing_fits(request: Request, fitting: Fitting) -> str:

@@ -2,7 +2,8 @@
 
 A step of many layers and micro-batches is periodic, so that its time is linear in the rounds of the ring for a given
 number of runs, and linear in the runs: long steps are simulated short, at the corners, and extrapolated (within 1 % of
-the whole simulation). What the all-reduce of gradients adds is not linear, and comes from a formula.
+the whole simulation at the depth of published models, within 5 % for shallow ones). What the all-reduce of gradients
+adds is not linear, and comes from a formula.
 """
 
 from __future__ import annotations

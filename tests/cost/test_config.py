@@ -121,6 +121,15 @@ def test_the_paper_models(name: str, layers: int, experts: int, top_k: int, hidd
     assert {layer.attention.window for layer in shape.layers} == {0}
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2_lite", "gpt_oss_120b", "gpt_oss_paper", "qwen3_30b_a3b"])
+def test_fields_of_a_file_say_as_much_as_transformers(name: str) -> None:
+    """Plans are made without transformers, from what conf/model says alone."""
+    from transformers import AutoConfig
+
+    fields = model_fields(name)
+    assert model_shape(fields) == model_shape(AutoConfig.for_model(**fields).to_dict())
+
+
 def test_windows_follow_the_layers_types() -> None:
     from transformers import AutoConfig
 
