@@ -23,7 +23,7 @@ from lightning_afd.schedule.actions import Action
 from lightning_afd.segments import Gradients, MicroBatch, UserStep
 from lightning_afd.sent import Sent, nothing_sent, pack_hidden, pack_route, send_rows, sent_by, unpack_route
 from lightning_afd.tail_rank import refuse_unfilled
-from lightning_afd.transport.link import Link, Posted
+from lightning_afd.transport.link import Arriving, Link
 from lightning_afd.transport.wire import message_bytes
 
 
@@ -35,7 +35,7 @@ class _InFlight:
     segment: Segment | None = None
     sent: dict[int, Sent] = field(default_factory=dict)
     """Routes of own layers, and of the layers before own segments."""
-    posted: dict[Action, list[Posted]] = field(default_factory=dict)
+    posted: dict[Action, list[Arriving]] = field(default_factory=dict)
     base_TH: Tensor | None = None
     h_TH: Tensor | None = None
     """Hidden states for a tail on another rank."""
@@ -116,20 +116,19 @@ class AttentionRank:
 
     def _dispatch(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
-        sent, rows = self._route(action.layer, flight.segment)
+        sent, x_TH, w_TK = self._route(action.layer, flight.segment)
         flight.sent[action.layer] = sent
         self.tokens += sent.route.tokens if action.layer == 0 else 0
         if not self._shape.hops(action.layer):
             self._post_combine(action.layer, action.micro_batch)
-        most = message_bytes(sent.sections(sent.route.tokens))
-        token_parts = sent.route.split(sent.route.token_C)
-        idx_parts = sent.route.split(sent.route.idx_CK)
-        peers = self._peers.expert_ranks(action.layer)
-        for peer, token_c, idx_ck in zip(peers, token_parts, idx_parts, strict=True):
-            message, views = self._link.allocate(action, sent.sections(token_c.shape[0]))
-            for view, tensor_T in zip(views, rows, strict=False):
-                torch.index_select(tensor_T, 0, token_c, out=view)
-            views[2].copy_(idx_ck[:, : sent.top_k])
+        route, most = sent.route, message_bytes(sent.largest())
+        w_rows, weight_C = route.weights(w_TK)
+        parts = zip(*map(route.split, (route.token_C, weight_C, route.idx_CK)), strict=True)
+        for peer, (token_c, weight_c, idx_ck) in zip(self._peers.expert_ranks(action.layer), parts, strict=True):
+            message, (x_cH, w_ck, ids_ck) = self._link.allocate(action, sent.sections(token_c.shape[0]))
+            torch.index_select(x_TH, 0, token_c, out=x_cH)
+            torch.index_select(w_rows, 0, weight_c, out=w_ck)
+            ids_ck.copy_(idx_ck[:, : sent.columns])
             self._link.send_dispatch(action, peer, message, most)
         if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
             flight.segment = None
@@ -142,7 +141,7 @@ class AttentionRank:
             flight.sums = [answer.wait()[0] for answer in answers]
         else:
             flight.sums = [answer.wait()[0] for answer in flight.posted.pop(action)]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
 
     def _arrived(self, layer: int, flight: _InFlight) -> tuple[Tensor | None, Tensor | None]:
         """The sums of a layer's experts per token, and its base where another rank computed it."""
@@ -191,7 +190,7 @@ class AttentionRank:
                 del flight.sent[action.layer]
             return
         views = self._link.post_dispatch(action, sender).wait()
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         flight.base_TH = views[0]
         flight.sent[action.layer] = unpack_route(views, self._peers.ffn)
 
@@ -251,9 +250,9 @@ class AttentionRank:
             self._post_combine_gradient(action.layer, action.micro_batch)
         sent = flight.sent[action.layer]
         parts = [answer.wait() for answer in flight.posted.pop(action)]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         flight.dx_TH = sent.route.sum_copies([dx for dx, _ in parts], sent.x_dtype)
-        flight.dw_TK = sent.route.sum_copies([dw for _, dw in parts], sent.w_dtype)
+        flight.dw_TK = sent.route.sum_weights([dw for _, dw in parts], sent.top_k, sent.w_dtype)
         del flight.sent[action.layer]
 
     def _hop_gradient(self, action: Action) -> None:
@@ -266,7 +265,7 @@ class AttentionRank:
             flight.gradients = None
             return
         flight.dh_TH = self._link.post_dispatch(action, sender).wait()[0]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
 
     def _logits_gradient(self, action: Action) -> None:
         """Pass the gradient of another group's router logits back, or take that of an own layer's."""
@@ -301,19 +300,19 @@ class AttentionRank:
             for peer, count in zip(self._peers.expert_ranks(layer), sent.route.counts, strict=True)
         ]
 
-    def _route(self, layer: int, segment: Segment | None) -> tuple[Sent, tuple[Tensor, ...]]:
-        """Route a segment's tokens; returns the handle and the tensors whose rows travel (x, w)."""
+    def _route(self, layer: int, segment: Segment | None) -> tuple[Sent, Tensor, Tensor]:
+        """Route a segment's tokens; returns the handle and the tensors whose rows travel: x [T, H] and w [T, K]."""
         router = self._routers[layer]
         if segment is None:
             nothing = torch.zeros(0, 0, device=router.device)
-            return nothing_sent(self._peers.ffn, router.device), (nothing, nothing)
+            return nothing_sent(self._peers.ffn, router.device), nothing, nothing
         assert segment.x_TH is not None and segment.idx_TK is not None and segment.w_TK is not None
         x_TH, w_TK = segment.x_TH.detach(), segment.w_TK.detach()
         if self._training:
             self._counts.add(layer, segment.idx_TK)
         if segment.wire_dtype is not None:
             x_TH = x_TH.to(segment.wire_dtype)
-        return sent_by(router.route(segment.idx_TK), x_TH, w_TK), (x_TH, w_TK)
+        return sent_by(router.route(segment.idx_TK), x_TH, w_TK), x_TH, w_TK
 
     def _finish(self, flight: _InFlight) -> None:
         if flight.work is not None:

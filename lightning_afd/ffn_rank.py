@@ -19,7 +19,7 @@ from lightning_afd.peers import Peers
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.tail_rank import TailRank
-from lightning_afd.transport.link import Link, Posted, PostedDispatch
+from lightning_afd.transport.link import Arriving, Link
 from lightning_afd.transport.wire import Section
 
 
@@ -51,8 +51,8 @@ class FFNRank:
         self._next = dict(pairwise((*peers.layers, None)))
         self._previous = dict(pairwise((*reversed(peers.layers), None)))
         self._training = False
-        self._dispatches: dict[int, list[PostedDispatch]] = {}
-        self._gradients: dict[int, list[Posted]] = {}
+        self._dispatches: dict[int, list[Arriving]] = {}
+        self._gradients: dict[int, list[Arriving]] = {}
         self._gathered: dict[tuple[int, int], _Gathered] = {}
         self.received_rows = 0
 
@@ -84,7 +84,7 @@ class FFNRank:
 
     def _gather(self, action: Action) -> None:
         messages = [posted.wait() for posted in self._dispatches.pop(action.micro_batch)]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         x, w = ([_section(message[i]) for message in messages] for i in (0, 1))
         filled = [message for message in messages if message[0].shape[0]]
         rows = tuple(_cat([message[i] for message in filled]) for i in (0, 2, 1)) if filled else None
@@ -113,7 +113,7 @@ class FFNRank:
 
     def _gather_gradient(self, action: Action) -> None:
         messages = [posted.wait()[0] for posted in self._gradients.pop(action.micro_batch)]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         filled = [message for message in messages if message.shape[0]]
         self._gathered[action.layer, action.micro_batch].dY_TH = _cat(filled) if filled else None
 
@@ -144,6 +144,9 @@ class FFNRank:
     def _answer(self, action: Action, item: _Gathered, sections: list[list[Section]]) -> None:
         segment = action.layer + (action.phase == "f")
         for peer, wanted, tensors in zip(self._peers.attention_ranks(segment), sections, item.out, strict=True):
+            if peer == self._link.rank and tensors and wanted[0].rows:
+                self._link.hand_over(action, tensors)
+                continue
             message, views = self._link.allocate(action, wanted)
             for view, tensor in zip(views, tensors, strict=False):
                 if view.numel():  # an A rank without rows doesn't say how wide they would be

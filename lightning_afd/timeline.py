@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_afd.placement import Layout, Role
+from lightning_afd.placement import Layout, Role, Worker
 from lightning_afd.schedule.actions import Action
 
 
@@ -17,6 +17,8 @@ class Span:
     rank: int
     start: float
     end: float
+    worker: Worker | None = None
+    """As which of its workers, where the rank of a collocated layout has two; None: as its only one."""
 
     @property
     def seconds(self) -> float:
@@ -32,7 +34,7 @@ class Timeline:
 
     def waits(self, span: Span) -> bool:
         """Whether the span is a receive."""
-        return is_receive(span.action, self._role(span.rank), segments_of(self._of(span.rank)))
+        return is_receive(span.action, _role(span, self._role(span.rank)), segments_of(self._of(span.rank)))
 
     def exposed(self, rank: int) -> float:
         """Share of a rank's step in which it waits for messages (0..1)."""
@@ -54,9 +56,13 @@ def exposed_share(spans: Sequence[Span], role: Role) -> float:
 
 
 def waiting_seconds(spans: Sequence[Span], role: Role) -> float:
-    """Seconds in receives of one rank's spans."""
+    """Seconds in receives of one rank's spans; `role` is that of a rank with one role."""
     segments = segments_of(spans)
-    return sum(span.seconds for span in spans if is_receive(span.action, role, segments))
+    return sum(span.seconds for span in spans if is_receive(span.action, _role(span, role), segments))
+
+
+def _role(span: Span, only: Role) -> Role:
+    return only if span.worker is None else span.worker.role
 
 
 def segments_of(spans: Iterable[Span]) -> frozenset[int]:
