@@ -36,6 +36,8 @@ class _Gathered:
     out: list[list[Tensor]] = field(default_factory=list)
     """Answers per A rank, until they are sent."""
     dY_TH: Tensor | None = None
+    ends: int = 2
+    """What it still waits for in the end, in any order: its gradients sent, its weight gradient computed."""
 
 
 class FFNRank:
@@ -132,14 +134,22 @@ class FFNRank:
         if previous is not None:
             self._post_gradient(previous, action.micro_batch)
         self._answer(action, item, [[x, w] for x, w in zip(item.x, item.w, strict=True)])
+        self._drop_at_end(action, item)
 
     def _weight_gradient(self, action: Action) -> None:
-        item = self._gathered.pop((action.layer, action.micro_batch))
+        item = self._gathered[action.layer, action.micro_batch]
         shard = self._shards[action.layer]
         if item.pending is None:
             shard.zero_missing_gradients()
         else:
             shard.weight_gradient(item.pending)
+            item.pending = None
+        self._drop_at_end(action, item)
+
+    def _drop_at_end(self, action: Action, item: _Gathered) -> None:
+        item.ends -= 1
+        if not item.ends:
+            del self._gathered[action.layer, action.micro_batch]
 
     def _answer(self, action: Action, item: _Gathered, sections: list[list[Section]]) -> None:
         segment = action.layer + (action.phase == "f")
