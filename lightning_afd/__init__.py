@@ -1,6 +1,7 @@
 """Train Mixture-of-Experts transformers with attention and experts on separate workers.
 
-Importing this package makes `Trainer(strategy="afd")` known to Lightning.
+Importing this package makes `Trainer(strategy="afd")` known to Lightning, and "ep" and "flowmoe", which train the same
+with attention and experts on the same workers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from lightning_afd._registration import register_strategies
 if TYPE_CHECKING:
     from lightning_afd.model.hub_import import from_pretrained
     from lightning_afd.strategies.afd import AFDStrategy
+    from lightning_afd.strategies.ep import EPStrategy
+    from lightning_afd.strategies.flowmoe import FlowMoEStrategy
 
-__all__ = ["AFDStrategy", "from_pretrained"]
+__all__ = ["AFDStrategy", "EPStrategy", "FlowMoEStrategy", "from_pretrained"]
 __version__ = "0.1.0"
 
 register_strategies()
@@ -24,6 +27,14 @@ def __getattr__(name: str) -> Any:
         from lightning_afd.strategies.afd import AFDStrategy
 
         return AFDStrategy
+    if name == "EPStrategy":
+        from lightning_afd.strategies.ep import EPStrategy
+
+        return EPStrategy
+    if name == "FlowMoEStrategy":
+        from lightning_afd.strategies.flowmoe import FlowMoEStrategy
+
+        return FlowMoEStrategy
     if name == "from_pretrained":
         from lightning_afd.model.hub_import import from_pretrained
 

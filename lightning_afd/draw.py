@@ -69,4 +69,4 @@ def _draw_span(axes: Axes, timeline: Timeline, span: Span, row: int, start: floa
 
 
 def _label(timeline: Timeline, rank: int) -> str:
-    return f"rank {rank} ({timeline.layout.worker_of(rank)})\nwaits {timeline.exposed(rank):.0%}"
+    return f"{timeline.layout.name_of(rank)}\nwaits {timeline.exposed(rank):.0%}"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_afd.engine import Engine
@@ -20,7 +21,7 @@ from lightning_afd.model.split import MoELayer
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
-from lightning_afd.strategies.config import AFDConfig
+from lightning_afd.strategies.config import AFDConfig, Arrangement, EPConfig
 from lightning_afd.strategies.divided import divide_state
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.expert_balance import ExpertBalance
@@ -29,7 +30,12 @@ from lightning_afd.strategies.hooks import UserHooks
 from lightning_afd.strategies.loaders import Place, share_loader
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.predictions import join_predictions
-from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
+from lightning_afd.strategies.refusals import (
+    refuse_optimizer,
+    refuse_options_of_separate_ranks,
+    refuse_unsupported,
+    refusing_several_optimizers,
+)
 from lightning_afd.strategies.saving import SavingStrategy
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
@@ -53,10 +59,14 @@ class AFDStrategy(SavingStrategy):
     """
 
     strategy_name = "afd"
+    config_type: type[AFDConfig] | type[EPConfig] = AFDConfig
+    order: str
+    """Order of the schedule."""
 
     def __init__(self, **options: Any) -> None:
-        own = {name: options.pop(name) for name in AFDConfig.__dataclass_fields__ if name in options}
-        self.config = AFDConfig(**own)
+        own = {name: options.pop(name) for name in self.config_type.__dataclass_fields__ if name in options}
+        refuse_options_of_separate_ranks(options, self.strategy_name)
+        self.config = self.config_type(**own)
         super().__init__(timeout=self.config.timeout, weights_only=self.config.weights_only, **options)
         self.engine: Engine | None = None
         self._driver: Driver | None = None
@@ -69,8 +79,12 @@ class AFDStrategy(SavingStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self.layout = self.config.layout(self.num_processes * self.num_nodes)
+        self.arrange(self.config.arrange(self.num_processes * self.num_nodes))
         super()._configure_launcher()
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Decide how this job is trained, on all ranks alike and before they are connected."""
+        self.layout, self.order, self._reason = arrangement.layout, arrangement.order, arrangement.reason
 
     @property
     def stats(self) -> StepStats | None:
@@ -130,6 +144,8 @@ class AFDStrategy(SavingStrategy):
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module)
+        if self._reason:
+            rank_zero_info(f"strategy {self.strategy_name} trains collocated (order {self.order}): {self._reason}")
         self.engine, layers = self._make_engine(module)
         self._place(module, layers)
         self.engine.materialise(module, layers, self.root_device)
@@ -158,19 +174,8 @@ class AFDStrategy(SavingStrategy):
 
     def _make_engine(self, module: pl.LightningModule) -> tuple[Engine, Any]:
         """The engine of this rank, after all ranks have compared their plans."""
-        config = self.config
         try:
-            plan, layers = make_plan(
-                module,
-                self.layout,
-                order=config.order,
-                micro_batches=config.micro_batches,
-                recompute=config.recompute,
-                recompute_experts=config.recompute_experts,
-                shared_experts=config.shared_experts,
-                router_z_loss=config.router_z_loss,
-                expert_bias_rate=config.expert_bias_rate,
-            )
+            plan, layers = make_plan(module, self.layout, order=self.order, **self.config.choices())
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
         self.compare_plans(repr(plan))
@@ -186,16 +191,20 @@ class AFDStrategy(SavingStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        with refusing_several_optimizers():
+        with refusing_several_optimizers(self.strategy_name):
             super().setup_optimizers(trainer)
         self._checkpoints.name_parameters(self.optimizers)
-        divided = self.config.optimizer_sharding == "torch"
+        divided = self._divides_optimizers
         for optimizer in self.optimizers:
-            refuse_optimizer(optimizer, divided=divided)
+            refuse_optimizer(optimizer, self.strategy_name, divided=divided)
             drop_foreign(optimizer)
         if divided and self.engine is not None and self.engine.is_attention and self.layout.attention > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self.optimizers = divide_state(self.optimizers, schedulers, self._groups)
+
+    @property
+    def _divides_optimizers(self) -> bool:
+        return getattr(self.config, "optimizer_sharding", "none") == "torch"
 
     def _separate_random_numbers(self) -> None:
         """Dropout differs between data replicas; replica 0 goes on as a single process would."""
