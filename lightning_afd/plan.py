@@ -67,9 +67,11 @@ class Plan:
         self._check_layout()
         fewest = min(self.experts)
         if self.layout.ffn > fewest:
+            ranks, most = (f"ffn={self.layout.ffn} F ranks", f"ffn <= {fewest}")
+            if self.layout.collocated:
+                ranks, most = self.layout.describe() + " ranks", f"{fewest} ranks at most"
             raise PlanError(
-                f"ffn={self.layout.ffn} F ranks for {fewest} experts per layer: use ffn <= {fewest}, "
-                "so that every F rank owns an expert of every layer"
+                f"{ranks} for {fewest} experts per layer: use {most}, so that each owns an expert of every layer"
             )
         if self.shared_experts == "ffn" and self.layout.has_ranks_without_tail():
             raise PlanError(

@@ -245,7 +245,7 @@ def test_comparison_sees_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"order": "af-pipe"}, "order='af-pipe' on 4 collocated: choose one of sequential, experts-only, flowmoe"),
         ({"shared_experts": "ffn"}, "shared_experts='ffn' on a collocated layout"),
-        ({"layout": Layout.together(5)}, "ffn=5 F ranks for 4 experts"),
+        ({"layout": Layout.together(5)}, "5 collocated ranks for 4 experts per layer: use 4 ranks at most"),
         ({"layout": Layout(attention=2, ffn=2)}, f"order='flowmoe' on 2A . 2F: choose one of {', '.join(ORDERS)}"),
         (
             {"layout": Layout(attention=1, ffn=2), "order": "af-pipe", "shared_experts": "ffn", "dedup": False},

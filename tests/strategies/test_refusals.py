@@ -17,6 +17,11 @@ SAME_ON_ALL = {
     refused.too_many_ranks: (3, "needs 2 ranks", "Trainer has 3", "set devices=2"),
     refused.odd_world: (3, "3 ranks into equal halves", "AFDStrategy(attention=2, ffn=1)"),
     refused.one_rank: (1, "at least 2 ranks", "set devices=2"),
+    refused.one_rank_with_two_groups: (1, "strategy afd falls back", "cannot have groups=2", "use groups=1"),
+    refused.one_rank_with_shared_experts_apart: (1, "shared_experts='ffn' on a collocated layout"),
+    refused.collocated_with_groups: (2, "strategy ep has no option groups, head", "use AFDStrategy"),
+    refused.collocated_with_another_order: (2, "order='af-pipe': choose one of sequential, experts-only, flowmoe"),
+    refused.fewer_experts_than_collocated_ranks: (3, "3 collocated ranks for 2 experts", "2 ranks at most"),
     refused.no_attention_left: (
         2,
         "attention=0",
@@ -81,18 +86,19 @@ def test_every_rank_gets_one_sentence(pool: RankPool, function: Callable[[], Non
 
 
 @pytest.mark.parametrize(
-    ("function", "guilty", "place"),
+    ("function", "world", "guilty", "place"),
     [
-        (refused.boom_in_a_step, 1, "rank 1 (A0) failed in A2f0: layer 2, micro-batch 0"),
-        (refused.boom_in_an_expert, 3, "rank 3 (F0) failed in E1f0: layer 1, micro-batch 0"),
-        (refused.boom_in_a_hook, 1, ""),
-        (refused.boom_at_start, 1, ""),
+        (refused.boom_in_a_step, 4, 1, "rank 1 (A0) failed in A2f0: layer 2, micro-batch 0"),
+        (refused.boom_in_an_expert, 4, 3, "rank 3 (F0) failed in E1f0: layer 1, micro-batch 0"),
+        (refused.boom_in_collocated_experts, 2, 1, "rank 1 (F0) failed in E1f0: layer 1, micro-batch 0"),
+        (refused.boom_in_a_hook, 4, 1, ""),
+        (refused.boom_at_start, 4, 1, ""),
     ],
 )
 def test_the_first_cause_of_a_users_own_error(
-    pool: RankPool, function: Callable[[], None], guilty: int, place: str
+    pool: RankPool, function: Callable[[], None], world: int, guilty: int, place: str
 ) -> None:
-    for number, error in enumerate(run(pool, function, 4)):
+    for number, error in enumerate(run(pool, function, world)):
         if number == guilty:
             assert (error.type_name, error.message) == ("LookupError", "boom")
             assert place in error.traceback
