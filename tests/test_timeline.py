@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lightning_afd.placement import Layout, Role
+from lightning_afd.placement import Layout, Role, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.timeline import Span, Timeline, exposed_share, waiting_seconds
 
@@ -47,6 +49,15 @@ def test_hops_and_router_logits_are_waited_for_at_their_receiver(text: str, role
 def test_step_without_duration_waits_for_nothing(text: str) -> None:
     assert exposed_share([], "A") == 0.0
     assert exposed_share(spans(text), "A") == 0.0
+
+
+def test_a_rank_with_both_roles_waits_as_each() -> None:
+    both = [*spans("D0f0 0-1, A0f1 1-2"), *spans("D0f0 2-5, E0f0 5-6, C0f0 6-7"), *spans("C0f0 7-8")]
+    workers = [Worker(role, 0) for role in "AAFFFA"]
+    mine = [replace(span, worker=worker) for span, worker in zip(both, workers, strict=True)]
+    timeline = Timeline(Layout.together(1), tuple(mine))
+    assert [str(span.action) for span in mine if timeline.waits(span)] == ["D0f0", "C0f0"]
+    assert timeline.exposed(0) == pytest.approx(4 / 8)
 
 
 def test_timeline_tells_ranks_and_roles_apart() -> None:
