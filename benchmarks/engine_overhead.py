@@ -131,7 +131,7 @@ class Replay:
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
         pass
 
-    def release(self, micro_batch: int | None = None) -> None:
+    def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
         pass
 
     class Arrived:
