@@ -6,6 +6,7 @@ with attention and experts on the same workers.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_afd._registration import register_strategies
@@ -22,21 +23,15 @@ __version__ = "0.1.0"
 register_strategies()
 
 
+_PLACES = {
+    "AFDStrategy": "lightning_afd.strategies.afd",
+    "EPStrategy": "lightning_afd.strategies.ep",
+    "FlowMoEStrategy": "lightning_afd.strategies.flowmoe",
+    "from_pretrained": "lightning_afd.model.hub_import",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "AFDStrategy":
-        from lightning_afd.strategies.afd import AFDStrategy
-
-        return AFDStrategy
-    if name == "EPStrategy":
-        from lightning_afd.strategies.ep import EPStrategy
-
-        return EPStrategy
-    if name == "FlowMoEStrategy":
-        from lightning_afd.strategies.flowmoe import FlowMoEStrategy
-
-        return FlowMoEStrategy
-    if name == "from_pretrained":
-        from lightning_afd.model.hub_import import from_pretrained
-
-        return from_pretrained
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

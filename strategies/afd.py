@@ -194,17 +194,13 @@ class AFDStrategy(SavingStrategy):
         with refusing_several_optimizers(self.strategy_name):
             super().setup_optimizers(trainer)
         self._checkpoints.name_parameters(self.optimizers)
-        divided = self._divides_optimizers
+        divided = self.config.divides_optimizers
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, self.strategy_name, divided=divided)
             drop_foreign(optimizer)
         if divided and self.engine is not None and self.engine.is_attention and self.layout.attention > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self.optimizers = divide_state(self.optimizers, schedulers, self._groups)
-
-    @property
-    def _divides_optimizers(self) -> bool:
-        return getattr(self.config, "optimizer_sharding", "none") == "torch"
 
     def _separate_random_numbers(self) -> None:
         """Dropout differs between data replicas; replica 0 goes on as a single process would."""

@@ -67,6 +67,11 @@ class TrainingConfig:
         if self.micro_batches < 1:
             raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
 
+    @property
+    def divides_optimizers(self) -> bool:
+        """Whether data replicas divide their optimizer state."""
+        return False
+
     def choices(self) -> dict[str, Any]:
         """The fields of a Plan that follow from the options, whatever the layout."""
         names = ("micro_batches", "recompute", "recompute_experts", "dedup", "router_z_loss", "expert_bias_rate")
@@ -108,6 +113,10 @@ class AFDConfig(TrainingConfig):
         check_choice("shared_experts", self.shared_experts, PLACES)
         check_choice("optimizer_sharding", self.optimizer_sharding, ("none", "torch"))
         check_choice("fallback", self.fallback, ("collocated", "error"))
+
+    @property
+    def divides_optimizers(self) -> bool:
+        return self.optimizer_sharding == "torch"
 
     def choices(self) -> dict[str, Any]:
         return {**super().choices(), "shared_experts": self.shared_experts}
