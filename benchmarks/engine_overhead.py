@@ -131,7 +131,7 @@ class Replay:
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
         pass
 
-    def release(self, micro_batch: int | None = None) -> None:
+    def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
         pass
 
     class Arrived:
@@ -156,8 +156,8 @@ class Job:
             engine = Engine(plan, rank, transport, transport)
             engine.place(model, layers)
             engine.connect(model, layers, CPU)
-            if not engine.is_attention:
-                engine._role._shards = dict.fromkeys(range(options.layers), BareShard())  # type: ignore[union-attr]
+            if engine.experts is not None:
+                engine.experts._shards = dict.fromkeys(range(options.layers), BareShard())
             self.engines.append(engine)
             self.models.append(model)
 

@@ -1,4 +1,4 @@
-"""Make `Trainer(strategy="afd")` known to Lightning without importing it: planning needs neither it nor torch."""
+"""Make the strategies known to Lightning by name without importing it: planning needs neither it nor torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from typing import Any
 
 from lightning_afd.namespace import NAMESPACES
 
+_DESCRIPTIONS = {
+    "afd": "attention-FFN disaggregation for Mixture-of-Experts models",
+    "ep": "expert and data parallelism on the same ranks for Mixture-of-Experts models",
+    "flowmoe": "the same as ep, pipelined over micro-batches",
+}
+
 
 def register_strategies() -> None:
     """Register in each Trainer package: now if its strategies are imported, else as soon as they are."""
@@ -26,15 +32,19 @@ def register_strategies() -> None:
 
 def _register(module: ModuleType, package: str) -> None:
     registry = module.StrategyRegistry
-    if "afd" not in registry.available_strategies():
-        description = "attention-FFN disaggregation for Mixture-of-Experts models"
-        registry.register("afd", _make_afd, description=description, package=package)
+    for name, description in _DESCRIPTIONS.items():
+        if name not in registry.available_strategies():
+            registry.register(name, _make, description=description, package=package, kind=name)
 
 
-def _make_afd(package: str, **options: Any) -> Any:
+def _make(package: str, kind: str, **options: Any) -> Any:
     from lightning_afd.strategies.afd import AFDStrategy
+    from lightning_afd.strategies.ep import EPStrategy
+    from lightning_afd.strategies.flowmoe import FlowMoEStrategy
 
-    return AFDStrategy.of(package)(**options)
+    strategies = (AFDStrategy, EPStrategy, FlowMoEStrategy)
+    made = next(strategy for strategy in strategies if strategy.strategy_name == kind)
+    return made.of(package)(**options)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class AttentionHops:
     def _take_base(self, action: Action, flight: InFlight) -> None:
         """Take those of the layer before an own segment."""
         views = self._arrived(action)
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         flight.base_TH = views[0]
         flight.sent[action.layer] = unpack_route(views, self._peers.ffn)
 
@@ -100,7 +100,7 @@ class AttentionHops:
             flight.gradients = None
             return
         flight.dh_TH = self._arrived(action)[0]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
 
     def _logits_gradient(self, action: Action) -> None:
         """Pass the gradient of another group's router logits back, or take that of an own layer's."""

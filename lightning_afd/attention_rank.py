@@ -98,18 +98,17 @@ class AttentionRank:
 
     def _dispatch(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
-        sent, rows = self._route(action.layer, flight.segment)
+        sent, x_TH, w_TK = self._route(action.layer, flight.segment)
         flight.sent[action.layer] = sent
         self.tokens += sent.route.tokens if action.layer == 0 else 0
-        most = message_bytes(sent.sections(sent.route.tokens))
-        token_parts = sent.route.split(sent.route.token_C)
-        idx_parts = sent.route.split(sent.route.idx_CK)
-        peers = self._peers.expert_ranks(action.layer)
-        for peer, token_c, idx_ck in zip(peers, token_parts, idx_parts, strict=True):
-            message, views = self._link.allocate(action, sent.sections(token_c.shape[0]))
-            for view, tensor_T in zip(views, rows, strict=False):
-                torch.index_select(tensor_T, 0, token_c, out=view)
-            views[2].copy_(idx_ck[:, : sent.top_k])
+        route, most = sent.route, message_bytes(sent.sections(sent.most))
+        w_rows, weight_C = route.weights(w_TK)
+        parts = zip(*map(route.split, (route.token_C, weight_C, route.idx_CK)), strict=True)
+        for peer, (token_c, weight_c, idx_ck) in zip(self._peers.expert_ranks(action.layer), parts, strict=True):
+            message, (x_cH, w_ck, ids_ck) = self._link.allocate(action, sent.sections(token_c.shape[0]))
+            torch.index_select(x_TH, 0, token_c, out=x_cH)
+            torch.index_select(w_rows, 0, weight_c, out=w_ck)
+            ids_ck.copy_(idx_ck[:, : sent.columns])
             self._link.send(action, peer, message, most)
         if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
             flight.segment = None
@@ -122,7 +121,7 @@ class AttentionRank:
         else:
             counted = zip(answers, sent.route.counts, strict=True)
             flight.sums = [answer.wait_for(sent.answer("f", count))[0] for answer, count in counted]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
 
     def _arrived(self, layer: int, flight: InFlight) -> tuple[Tensor | None, Tensor | None]:
         """The sums of a layer's experts per token, and its base where another rank computed it."""
@@ -168,7 +167,7 @@ class AttentionRank:
         hops = self._shape.hops(action.layer)
         sent = flight.sent.pop(action.layer) if hops else flight.sent[action.layer]
         dY_TH = None if flight.gradients is None else flight.gradients.dY_TH.to(sent.x_dtype)
-        most = message_bytes([sent.rows(sent.route.tokens)])
+        most = message_bytes([sent.rows(sent.most)])
         peers = self._peers.expert_ranks(action.layer)
         for peer, token_c in zip(peers, sent.route.split(sent.route.token_C), strict=True):
             message, (dY_cH,) = self._link.allocate(action, [sent.rows(token_c.shape[0])])
@@ -186,22 +185,22 @@ class AttentionRank:
             answer.wait_for(sent.answer("b", count))
             for answer, count in zip(self._receives.take(action), sent.route.counts, strict=True)
         ]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         flight.dx_TH = sent.route.sum_copies([dx for dx, _ in parts], sent.x_dtype)
-        flight.dw_TK = sent.route.sum_copies([dw for _, dw in parts], sent.w_dtype)
+        flight.dw_TK = sent.route.sum_weights([dw for _, dw in parts], sent.top_k, sent.w_dtype)
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
-    def _route(self, layer: int, segment: Segment | None) -> tuple[Sent, tuple[Tensor, ...]]:
-        """Route a segment's tokens; returns the handle and the tensors whose rows travel (x, w)."""
+    def _route(self, layer: int, segment: Segment | None) -> tuple[Sent, Tensor, Tensor]:
+        """Route a segment's tokens; returns the handle and the tensors whose rows travel: x [T, H] and w [T, K]."""
         router = self._routers[layer]
         if segment is None:
             nothing = torch.zeros(0, 0, device=router.device)
-            return nothing_sent(self._peers.ffn, router.device), (nothing, nothing)
+            return nothing_sent(self._peers.ffn, router.device), nothing, nothing
         assert segment.x_TH is not None and segment.idx_TK is not None and segment.w_TK is not None
         x_TH, w_TK = segment.x_TH.detach(), segment.w_TK.detach()
         if self._training:
             self._counts.add(layer, segment.idx_TK)
         if segment.wire_dtype is not None:
             x_TH = x_TH.to(segment.wire_dtype)
-        return sent_by(router.route(segment.idx_TK), x_TH, w_TK), (x_TH, w_TK)
+        return sent_by(router.route(segment.idx_TK), x_TH, w_TK), x_TH, w_TK

@@ -103,5 +103,4 @@ class TimelinePicture(Callback):
         timeline = trainer.strategy.gather_timeline()
         if timeline is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            order = trainer.strategy.config.order
-            draw_timeline(timeline, self._path, f"step {trainer.global_step}, order {order}")
+            draw_timeline(timeline, self._path, f"step {trainer.global_step}, order {trainer.strategy.order}")

@@ -75,4 +75,4 @@ def _draw_bar(axes: Axes, row: int, place: tuple[float, float], color: str) -> N
 
 
 def _label(timeline: Timeline, rank: int) -> str:
-    return f"rank {rank} ({timeline.layout.worker_of(rank)})\nwaits {timeline.exposed(rank):.0%}"
+    return f"{timeline.layout.name_of(rank)}\nwaits {timeline.exposed(rank):.0%}"

@@ -21,6 +21,7 @@ from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import (
     check_head_is_apart,
     dense_parameters,
+    keep_all_but_other_experts,
     keep_attention,
     keep_experts,
     keep_experts_and_tail,
@@ -37,11 +38,8 @@ from lightning_afd.placement import ExpertMap, Worker
 from lightning_afd.plan import Plan
 from lightning_afd.receives import Receives
 from lightning_afd.runtime import Runtime
-from lightning_afd.schedule.actions import Action
-from lightning_afd.schedule.check import check
-from lightning_afd.schedule.orders import build
-from lightning_afd.schedule.passes import forward_only
-from lightning_afd.schedule.shape import Schedule
+from lightning_afd.schedule.actions import Step
+from lightning_afd.schedule.programs import Programs, evaluation_programs_of, programs_of
 from lightning_afd.segments import UserStep
 from lightning_afd.tail_rank import TailRank
 from lightning_afd.timeline import exposed_share
@@ -68,13 +66,16 @@ class Engine:
         self.worker: Worker = plan.layout.worker_of(rank)
         self.collectives = collectives
         self.runtime: Runtime
+        self.attention: AttentionRank | None
+        """This rank's attention; None on F ranks."""
+        self.experts: FFNRank | None
+        """This rank's experts, and tails of others; None on ranks without."""
         self.expert_counts: ExpertCounts
         self.device = torch.device("cpu")
-        """With the plan all that schedules are built from."""
-        self.executed: Schedule
-        """The schedule of the last step."""
+        self.executed: Programs
+        """What all ranks have executed in the last step."""
         self._transport = transport
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._programs: dict[tuple[int, bool], Programs] = {}
         self._step = 0
         self.seed = 0
         """Seed of the job, that of rank 0."""
@@ -83,7 +84,13 @@ class Engine:
 
     @property
     def is_attention(self) -> bool:
+        """Whether this rank has attention, and so users' steps and data."""
         return self.worker.role == "A"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether this rank has routed experts; on a collocated layout it has both."""
+        return not self.is_attention or self.plan.layout.collocated
 
     @property
     def has_tail(self) -> bool:
@@ -116,12 +123,13 @@ class Engine:
         if self.plan.layout.head == "ffn":
             check_head_is_apart(root, decoder)
         mark_placed(layers, place)
-        if self.is_attention:
-            keep_attention(root, decoder, self._peers.owned_segments)
-            return
         owned = [layers[index] for index in self._peers.layers]
         index = self.plan.layout.index_of(self.rank)
-        if self.has_tail:
+        if not self.has_experts:
+            keep_attention(root, decoder, self._peers.owned_segments)
+        elif self.is_attention:
+            keep_all_but_other_experts(owned, self.expert_maps(), index)
+        elif self.has_tail:
             keep_experts_and_tail(root, decoder, owned, self.expert_maps(), index)
         else:
             keep_experts(root, owned, self.expert_maps(), index)
@@ -135,7 +143,7 @@ class Engine:
         self.seed = seed
         index = self.plan.layout.index_of(self.rank)
         ids: dict[nn.Module, Sequence[int]] = {}
-        if not self.is_attention:
+        if self.has_experts:
             maps = self.expert_maps()
             ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
         load_pretrained(root, ids, device)
@@ -162,23 +170,30 @@ class Engine:
         self.expert_counts = ExpertCounts(self.plan.experts, device)
         self.expert_counts.enabled = self.plan.expert_bias_rate > 0
         decoder = decoder_layers(root, layers)
-        if self.is_attention:
-            maps = self.expert_maps()
-            routers = {
-                index: Router(maps[index], self._peers.ffn, device, shared=layers[index].shared is not None)
-                for index in self._peers.layers
-            }
-            host = self._install(root, decoder)
-            self._role: AttentionRank | FFNRank = AttentionRank(
-                self.link, host, routers, self._peers, self.expert_counts
-            )
-        else:
-            shards = {index: self._shard(layers[index]) for index in self._peers.layers}
-            if not self.has_tail:
-                self._undo.append(forbid(decoder))
-            host = self._install(root, decoder) if self.has_tail else Host()
-            self._role = FFNRank(self.link, shards, self._peers, TailRank(self.link, host, self._peers))
-        self.runtime = Runtime(self.rank, self.worker, self._role.handlers())
+        if not (self.is_attention or self.has_tail):
+            self._undo.append(forbid(decoder))
+        host = self._install(root, decoder) if self.is_attention or self.has_tail else Host()
+        self.attention = self._attention_role(layers, host, device) if self.is_attention else None
+        self.experts = self._experts_role(layers, host) if self.has_experts else None
+        roles = {"A": self.attention, "F": self.experts}
+        tables = {
+            worker: role.handlers()
+            for worker in self.plan.layout.workers_of(self.rank)
+            if (role := roles[worker.role]) is not None
+        }
+        self.runtime = Runtime(self.rank, tables)
+
+    def _attention_role(self, layers: Sequence[MoELayer], host: Host, device: torch.device) -> AttentionRank:
+        maps, dedup = self.expert_maps(), self.plan.dedup
+        routers = {
+            index: Router(maps[index], self._peers.ffn, device, shared=layers[index].shared is not None, dedup=dedup)
+            for index in self._peers.layers
+        }
+        return AttentionRank(self.link, host, routers, self._peers, self.expert_counts)
+
+    def _experts_role(self, layers: Sequence[MoELayer], host: Host) -> FFNRank:
+        shards = {index: self._shard(layers[index]) for index in self._peers.layers}
+        return FFNRank(self.link, shards, self._peers, TailRank(self.link, host, self._peers))
 
     def _shard(self, layer: MoELayer) -> ExpertShard | WithShared:
         again = self.plan.recompute_experts
@@ -224,54 +239,56 @@ class Engine:
         An A rank brings `steps`; an F rank brings in `tails` those of each replica whose tail it runs, and finds in
         `tail_results` what they returned.
         """
-        self.executed = self.schedule(micro_batches, training=training)
-        program = self.executed.programs[self.worker]
+        self.executed = self.programs(micro_batches, training=training)
+        program = self.executed.by_worker[self.worker]
         self._step += 1
         self.link.begin(self._step)
         receives = Receives(self.link, self._peers, program)
         try:
-            if isinstance(self._role, AttentionRank):
-                self._role.begin(steps, micro_batches, receives, training=training)
-            else:
-                self._role.begin(receives, training=training)
-                self._role.tails.begin(tails, micro_batches, receives, training=training)
+            if self.attention is not None:
+                self.attention.begin(steps, micro_batches, receives, training=training)
+            if self.experts is not None:
+                self.experts.begin(receives, training=training)
+                self.experts.tails.begin(tails, micro_batches, receives, training=training)
             self.runtime.run(program)
             self.link.release()
-            return self._role.results if isinstance(self._role, AttentionRank) else []
+            return [] if self.attention is None else self.attention.results
         finally:
-            self._role.end()
+            for role in (self.attention, self.experts):
+                if role is not None:
+                    role.end()
 
     @property
     def tail_results(self) -> list[list[Any]]:
         """What the steps in `tails` returned on an F rank, by replica and micro-batch; nothing on A ranks."""
-        return self._role.tails.results if isinstance(self._role, FFNRank) else []
+        return [] if self.experts is None else self.experts.tails.results
 
-    def program(self, micro_batches: int, *, training: bool) -> tuple[Action, ...]:
-        """This rank's program, built and checked once per number of micro-batches."""
-        return self.schedule(micro_batches, training=training).programs[self.worker]
-
-    def schedule(self, micro_batches: int, *, training: bool) -> Schedule:
+    def programs(self, micro_batches: int, *, training: bool) -> Programs:
+        """What all ranks execute, built and checked once per number of micro-batches."""
         key = (micro_batches, training)
-        if key not in self._schedules:
-            schedule = build(self.plan.order, self.plan.shape(micro_batches), self.plan.knobs)
-            schedule = schedule if training else forward_only(schedule)
-            check(schedule)
-            self._schedules[key] = schedule
-        return self._schedules[key]
+        if key not in self._programs:
+            of = programs_of if training else evaluation_programs_of
+            shape = self.plan.shape(micro_batches)
+            self._programs[key] = of(self.plan.layout, self.plan.order, shape, self.plan.knobs)
+        return self._programs[key]
+
+    def program(self, micro_batches: int, *, training: bool) -> tuple[Step, ...]:
+        """What this rank executes."""
+        return self.programs(micro_batches, training=training).by_worker[self.worker]
 
     @property
     def tokens(self) -> int:
         """Tokens that this rank brought to the last step; 0 on F ranks."""
-        return self._role.tokens if isinstance(self._role, AttentionRank) else 0
+        return 0 if self.attention is None else self.attention.tokens
 
     @property
     def kernels(self) -> frozenset[str]:
-        """What has multiplied rows of experts on this rank; nothing on A ranks."""
-        return self._role.kernels if isinstance(self._role, FFNRank) else frozenset()
+        """What has multiplied rows of experts on this rank; nothing on ranks without any."""
+        return frozenset() if self.experts is None else self.experts.kernels
 
     def z_loss(self) -> float:
         """What this rank's layers and micro-batches add to the z-loss of the global batch; 0 on F ranks."""
-        losses = self._role.z_losses if isinstance(self._role, AttentionRank) else []
+        losses = [] if self.attention is None else self.attention.z_losses
         return float(torch.stack(losses).sum()) if losses else 0.0
 
     def exposed(self) -> float:

@@ -36,6 +36,8 @@ class _Gathered:
     out: list[list[Tensor]] = field(default_factory=list)
     """Answers per A rank, until they are sent."""
     dY_TH: Tensor | None = None
+    ends: int = 2
+    """What it still waits for in the end, in any order: its gradients sent, its weight gradient computed."""
 
 
 class FFNRank:
@@ -82,7 +84,7 @@ class FFNRank:
 
     def _gather(self, action: Action) -> None:
         messages = [posted.wait() for posted in self._receives.take(action)]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         x, w = ([_section(message[i]) for message in messages] for i in (0, 1))
         filled = [message for message in messages if message[0].shape[0]]
         rows = tuple(_cat([message[i] for message in filled]) for i in (0, 2, 1)) if filled else None
@@ -108,7 +110,7 @@ class FFNRank:
         item = self._gathered[action.layer, action.micro_batch]
         posted = zip(self._receives.take(action), item.x, strict=True)
         messages = [message.wait_for([section])[0] for message, section in posted]
-        self._link.release(action.micro_batch)
+        self._link.release(action)
         filled = [message for message in messages if message.shape[0]]
         item.dY_TH = _cat(filled) if filled else None
 
@@ -124,18 +126,29 @@ class FFNRank:
     def _return_gradients(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
         self._answer(action, item, [[x, w] for x, w in zip(item.x, item.w, strict=True)])
+        self._drop_at_end(action, item)
 
     def _weight_gradient(self, action: Action) -> None:
-        item = self._gathered.pop((action.layer, action.micro_batch))
+        item = self._gathered[action.layer, action.micro_batch]
         shard = self._shards[action.layer]
         if item.pending is None:
             shard.zero_missing_gradients()
         else:
             shard.weight_gradient(item.pending)
+            item.pending = None
+        self._drop_at_end(action, item)
+
+    def _drop_at_end(self, action: Action, item: _Gathered) -> None:
+        item.ends -= 1
+        if not item.ends:
+            del self._gathered[action.layer, action.micro_batch]
 
     def _answer(self, action: Action, item: _Gathered, sections: list[list[Section]]) -> None:
         segment = action.layer + (action.phase == "f")
         for peer, wanted, tensors in zip(self._peers.attention_ranks(segment), sections, item.out, strict=True):
+            if peer == self._link.rank and tensors and wanted[0].rows:
+                self._link.hand_over(action, tensors)
+                continue
             message, views = self._link.allocate(action, wanted)
             for view, tensor in zip(views, tensors, strict=False):
                 if view.numel():  # an A rank without rows doesn't say how wide they would be

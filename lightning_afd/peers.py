@@ -50,8 +50,8 @@ class Peers:
         return self.layout.ranks_of(self.shape.attention(segment))
 
     def receives(self, action: Action) -> bool:
-        """Whether a transfer comes to this rank's worker."""
-        return action.is_transfer and self.shape.endpoints(action)[1] == self.layout.worker_of(self.rank)
+        """Whether a transfer comes to the only worker of this rank."""
+        return self.shape.receives(self.layout.worker_of(self.rank), action)
 
     def hands_over(self, action: Action) -> bool:
         """Whether an A or H action is about hidden states for a tail on an F rank."""

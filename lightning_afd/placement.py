@@ -42,7 +42,8 @@ def tail_worker(head: Head, groups: int) -> Worker:
 class Layout:
     """How the world is divided: `groups` times (`attention` A ranks + `ffn` F ranks).
 
-    A ranks come first, so that rank 0, which owns loggers and progress bars, is an A rank.
+    A ranks come first, so that rank 0, which owns loggers and progress bars, is an A rank. In a collocated layout each
+    rank is both: A rank r of the A group and F rank r of the F group.
     """
 
     attention: int
@@ -53,6 +54,13 @@ class Layout:
     """Interleaved groups per role (p)."""
     head: Head = "attention"
     """Role of the ranks that run the tail."""
+    collocated: bool = False
+    """Whether the A group and the F group are the same ranks."""
+
+    @classmethod
+    def together(cls, ranks: int) -> Layout:
+        """The collocated layout of so many ranks."""
+        return cls(attention=ranks, ffn=ranks, collocated=True)
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -60,10 +68,26 @@ class Layout:
         for name in ("attention", "ffn", "groups"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
+        if self.collocated:
+            self._check_collocated()
+
+    def _check_collocated(self) -> None:
+        """Raise PlanError for what makes no sense where every rank has all attention and a share of the experts."""
+        if self.attention != self.ffn:
+            raise PlanError(
+                f"a collocated layout with attention={self.attention} and ffn={self.ffn}: its ranks have both roles, "
+                "so use the same number"
+            )
+        for name, only in (("groups", 1), ("head", "attention")):
+            if getattr(self, name) != only:
+                raise PlanError(
+                    f"a collocated layout cannot have {name}={getattr(self, name)!r}, as each of its ranks holds all "
+                    f"attention and the head: use {name}={only!r}, or attention and experts on separate ranks"
+                )
 
     @property
     def world(self) -> int:
-        return self.groups * (self.attention + self.ffn)
+        return self.attention if self.collocated else self.groups * (self.attention + self.ffn)
 
     def workers(self) -> tuple[Worker, ...]:
         """All A groups, then all F groups."""
@@ -72,15 +96,24 @@ class Layout:
     def ranks_of(self, worker: Worker) -> range:
         """Global ranks of a worker group, in the order of their index."""
         size = self.attention if worker.role == "A" else self.ffn
-        start = worker.group * size + (0 if worker.role == "A" else self.groups * self.attention)
+        before = 0 if worker.role == "A" or self.collocated else self.groups * self.attention
+        start = worker.group * size + before
         return range(start, start + size)
 
+    def workers_of(self, rank: int) -> tuple[Worker, ...]:
+        """The groups that a global rank belongs to: one, or both of a collocated layout."""
+        found = tuple(worker for worker in self.workers() if rank in self.ranks_of(worker))
+        if not found:
+            raise PlanError(f"rank {rank} is outside of the layout's {self.world} ranks")
+        return found
+
     def worker_of(self, rank: int) -> Worker:
-        """The group that a global rank belongs to."""
-        for worker in self.workers():
-            if rank in self.ranks_of(worker):
-                return worker
-        raise PlanError(f"rank {rank} is outside of the layout's {self.world} ranks")
+        """The group that a global rank belongs to; its A group where it is in two."""
+        return self.workers_of(rank)[0]
+
+    def name_of(self, rank: int) -> str:
+        """`rank 2 (A0)` or `rank 2 (A0, F0)`, for messages."""
+        return f"rank {rank} ({', '.join(map(str, self.workers_of(rank)))})"
 
     def index_of(self, rank: int) -> int:
         """Position of a global rank inside its group: the data replica of an A rank, the expert shard of an F rank."""
@@ -116,7 +149,9 @@ class Layout:
         return self.head == "ffn" and self.ffn > self.attention
 
     def describe(self) -> str:
-        """`2A + 2F` or `2 x (2A + 2F, head on F)`, for messages."""
+        """`2A + 2F`, `2 x (2A + 2F, head on F)` or `4 collocated`, for messages."""
+        if self.collocated:
+            return f"{self.attention} collocated"
         one = f"{self.attention}A + {self.ffn}F" + (", head on F" if self.head == "ffn" else "")
         return one if self.groups == 1 else f"{self.groups} x ({one})"
 

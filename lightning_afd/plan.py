@@ -12,8 +12,9 @@ from lightning_afd.model.recompute import Recompute
 from lightning_afd.model.shared import SharedPlace
 from lightning_afd.model.split import MoELayer, find_moe_layers, wants_router_logits, with_shared_experts
 from lightning_afd.placement import ExpertMap, Layout
-from lightning_afd.schedule.orders import Knobs
+from lightning_afd.schedule.orders import ORDERS, Knobs
 from lightning_afd.schedule.shape import Shape
+from lightning_afd.schedule.together import TOGETHER_ORDERS
 from lightning_afd.transport.base import MAX_MICRO_BATCHES
 
 
@@ -37,6 +38,8 @@ class Plan:
     """Whether F ranks keep only the inputs of their experts for backward."""
     shared_experts: SharedPlace = "attention"
     """Which ranks compute shared experts: each A rank those of its tokens, or F ranks beside the routed ones."""
+    dedup: bool = True
+    """Whether a token is sent once to each F rank that it visits, or once per expert."""
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss of every MoE layer."""
     expert_bias_rate: float = 0.0
@@ -67,16 +70,35 @@ class Plan:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise PlanError(f"{name}={getattr(self, name)}: choose 0 (off) or a positive number")
         self.knobs.check(self.layout.groups)
+        self._check_layout()
         fewest = min(self.experts)
         if self.layout.ffn > fewest:
+            ranks, most = (f"ffn={self.layout.ffn} F ranks", f"ffn <= {fewest}")
+            if self.layout.collocated:
+                ranks, most = self.layout.describe() + " ranks", f"{fewest} ranks at most"
             raise PlanError(
-                f"ffn={self.layout.ffn} F ranks for {fewest} experts per layer: use ffn <= {fewest}, "
-                "so that every F rank owns an expert of every layer"
+                f"{ranks} for {fewest} experts per layer: use {most}, so that each owns an expert of every layer"
             )
         if self.shared_experts == "ffn" and self.layout.has_ranks_without_tail():
             raise PlanError(
                 f"head='ffn' with shared_experts='ffn' needs a tail on every F rank, but ffn={self.layout.ffn} is more "
                 f"than attention={self.layout.attention}: leave one of the two on attention ranks"
+            )
+
+    def _check_layout(self) -> None:
+        """Refuse what does not go with the layout."""
+        orders = TOGETHER_ORDERS if self.layout.collocated else ORDERS
+        if self.order not in orders:
+            raise PlanError(f"order={self.order!r} on {self.layout.describe()}: choose one of {', '.join(orders)}")
+        if self.layout.collocated and self.shared_experts == "ffn":
+            raise PlanError(
+                "shared_experts='ffn' on a collocated layout, whose ranks all compute attention: leave them there, as "
+                "each rank computes those of its own tokens"
+            )
+        if self.shared_experts == "ffn" and not self.dedup:
+            raise PlanError(
+                "dedup=False with shared_experts='ffn', which are computed on one of the copies of a token: use "
+                "dedup=True or leave shared experts on attention ranks"
             )
 
 

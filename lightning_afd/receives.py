@@ -1,7 +1,8 @@
 """Receives of one rank, posted before they are waited for, so that messages travel while it computes.
 
 Posts follow the rank's program. So they have the order of the sends on each channel (check_channels), as transports
-without tags need. Buffers have the agreed capacity of their channel: nobody knows the rows of a later message.
+without tags need. Buffers have the agreed capacity of their channel: nobody knows the rows of a later message. What a
+rank with both roles sends to itself needs none, and is taken here all the same.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_afd.peers import Peers
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.transport.link import Link, Posted
 
 AHEAD = 8
@@ -19,7 +20,7 @@ AHEAD = 8
 class Receives:
     """The messages that come to one rank in one step."""
 
-    def __init__(self, link: Link, peers: Peers, program: Sequence[Action]) -> None:
+    def __init__(self, link: Link, peers: Peers, program: Sequence[Step]) -> None:
         self._link = link
         self._peers = peers
         self._blocks = _blocks(peers, program)
@@ -40,16 +41,16 @@ class Receives:
             self._next += 1
 
 
-def _blocks(peers: Peers, program: Sequence[Action]) -> list[list[Action]]:
+def _blocks(peers: Peers, program: Sequence[Step]) -> list[list[Action]]:
     """The receives of a program, those together that no computation divides."""
     blocks: list[list[Action]] = []
     divided = True
-    for action in program:
-        if peers.receives(action):
+    for step in program:
+        if peers.shape.receives(step.worker, step.action):
             if divided:
                 blocks.append([])
-            blocks[-1].append(action)
+            blocks[-1].append(step.action)
             divided = False
-        elif not action.is_transfer:
+        elif not step.action.is_transfer:
             divided = True
     return blocks

@@ -16,7 +16,7 @@ from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout
 from lightning_afd.receives import Receives
 from lightning_afd.runtime import Runtime
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.schedule.shape import Schedule
 from lightning_afd.simulate import Load
 from lightning_afd.timeline import Span
@@ -45,7 +45,8 @@ class Rehearsal:
     ) -> None:
         shape = schedule.shape
         layout = Layout(attention=1, ffn=1, groups=shape.groups, head=shape.head)
-        self._program = schedule.programs[layout.worker_of(rank)]
+        worker = layout.worker_of(rank)
+        self._program = [Step(worker, action) for action in schedule.programs[worker]]
         self._load = load
         self._clock = clock or Clock()
         self._peers = Peers(layout, shape, rank)
@@ -54,7 +55,7 @@ class Rehearsal:
         self._receives: Receives
         computes = dict.fromkeys([(op, phase) for op in "AET" for phase in "fbw"], self._compute)
         transfers = dict.fromkeys([(op, phase) for op in "DCHL" for phase in "fb"], self._transfer)
-        self._runtime = Runtime(rank, layout.worker_of(rank), {**computes, **transfers})
+        self._runtime = Runtime(rank, {worker: {**computes, **transfers}})
 
     def run(self) -> list[Span]:
         """One step; returns its spans."""

@@ -1,4 +1,4 @@
-"""Interpret one program: a table from (op, phase) to what this rank does for it, and nothing else."""
+"""Interpret one program: per worker a table from (op, phase) to what this rank does for it, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_afd.clock import Clock, HostClock
 from lightning_afd.placement import Worker
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.timeline import Reduce, Span
 
 Handlers = Mapping[tuple[str, str], Callable[[Action], None]]
@@ -18,34 +18,34 @@ Handlers = Mapping[tuple[str, str], Callable[[Action], None]]
 class Runtime:
     """Runs programs of one rank and remembers when it did what in the last one, and behind it."""
 
-    def __init__(self, rank: int, worker: Worker, handlers: Handlers) -> None:
+    def __init__(self, rank: int, tables: Mapping[Worker, Handlers]) -> None:
         self._rank = rank
-        self._worker = worker
-        self._handlers = handlers
+        self._tables = tables
         self.clock: Clock = HostClock()
         """Measures the next program, and what is done behind it."""
         self._measured_by = self.clock
-        self._actions: list[Action] = []
+        self._steps: list[Step] = []
         self._chunks: list[int] = []
         self._marks: list[Any] = []
         """Start and end of each action, then of each chunk."""
         self._current: tuple[Action | None, float] = None, time.perf_counter()
 
-    def run(self, program: Sequence[Action]) -> None:
-        """Execute the actions in order; an exception gets a note with rank, role, layer and micro-batch."""
-        self._measured_by, self._actions, self._chunks, self._marks = self.clock, [], [], []
+    def run(self, program: Sequence[Step]) -> None:
+        """Execute the steps in order; an exception gets a note with rank, role, layer and micro-batch."""
+        self._measured_by, self._steps, self._chunks, self._marks = self.clock, [], [], []
         self._measured_by.begin()
         now, mark = time.perf_counter, self._measured_by.mark
-        for action in program:
+        for step in program:
+            action = step.action
             self._current = action, now()
             start = mark()
             try:
-                self._handlers[action.op, action.phase](action)
+                self._tables[step.worker][action.op, action.phase](action)
             except Exception as error:
-                error.add_note(self._place(action))
+                error.add_note(f"rank {self._rank} ({step.worker}) failed in {action.place()}")
                 raise
             self._marks += start, mark()
-            self._actions.append(action)
+            self._steps.append(step)
         self._current = None, now()
 
     @contextmanager
@@ -59,19 +59,20 @@ class Runtime:
     @property
     def times(self) -> list[float]:
         """Start and end (perf_counter) of each action of the last program that came to an end."""
-        return self._measured_by.seconds(self._marks[: 2 * len(self._actions)])
+        return self._measured_by.seconds(self._marks[: 2 * len(self._steps)])
 
     @property
     def spans(self) -> list[Span]:
         """These actions."""
         times = self.times
-        pairs = zip(self._actions, times[::2], times[1::2], strict=True)
-        return [Span(action, self._rank, start, end) for action, start, end in pairs]
+        timed = zip(self._steps, times[::2], times[1::2], strict=True)
+        both = len(self._tables) > 1
+        return [Span(s.action, self._rank, start, end, s.worker if both else None) for s, start, end in timed]
 
     @property
     def reduces(self) -> list[Reduce]:
         """The chunks that were summed behind it."""
-        times = self._measured_by.seconds(self._marks[2 * len(self._actions) :])
+        times = self._measured_by.seconds(self._marks[2 * len(self._steps) :])
         chunks = zip(self._chunks, times[::2], times[1::2], strict=True)
         return [Reduce(number, self._rank, start, end, size) for number, (size, start, end) in enumerate(chunks)]
 
@@ -79,6 +80,3 @@ class Runtime:
     def current(self) -> tuple[Action | None, float]:
         """The action in work, None between programs, and since when (perf_counter); may be read by any thread."""
         return self._current
-
-    def _place(self, action: Action) -> str:
-        return f"rank {self._rank} ({self._worker}) failed in {action.place()}"

@@ -26,14 +26,20 @@ class Sent:
     width: int
     """H, columns of x."""
     top_k: int
+    """K, columns of the w that was routed; without dedup one of them travels per copy."""
     x_dtype: torch.dtype
     w_dtype: torch.dtype
 
     def rows(self, count: int) -> Section:
         return Section(count, self.width, self.x_dtype)
 
+    @property
+    def columns(self) -> int:
+        """Routing weights, and expert ids, of one copy."""
+        return self.top_k if self.route.pair_C is None else 1
+
     def weights(self, count: int) -> Section:
-        return Section(count, self.top_k, self.w_dtype)
+        return Section(count, self.columns, self.w_dtype)
 
     def answer(self, phase: Phase, count: int) -> list[Section]:
         """What comes back for `count` rows: sums, or in backward the gradients of x and w."""
@@ -41,7 +47,12 @@ class Sent:
 
     def sections(self, count: int) -> tuple[Section, ...]:
         """x, w and local expert ids of `count` rows."""
-        return (self.rows(count), self.weights(count), Section(count, self.top_k, torch.int32))
+        return (self.rows(count), self.weights(count), Section(count, self.columns, torch.int32))
+
+    @property
+    def most(self) -> int:
+        """All copies that there can be for one F rank."""
+        return self.route.tokens * (1 if self.route.pair_C is None else self.top_k)
 
 
 def sent_by(route: Route, x_TH: Tensor, w_TK: Tensor) -> Sent:

@@ -47,7 +47,7 @@ class TailRank:
         self._host = host
         self._peers = peers
         self._training = False
-        self._replicas = peers.layout.tails_of(link.rank)
+        self._replicas = peers.layout.tails_of(link.rank) if peers.shape.hands_over() else ()
         self._tails: dict[tuple[int, int], _Tail] = {}
         self._receives: Receives
         self.results: list[list[Any]] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from lightning_afd.placement import Layout, Role
+from lightning_afd.placement import Layout, Role, Worker
 from lightning_afd.schedule.actions import Action
 
 Lane = Literal["compute", "send", "receive", "reduce"]
@@ -23,6 +23,8 @@ class Span:
     rank: int
     start: float
     end: float
+    worker: Worker | None = None
+    """As which of its workers, where the rank of a collocated layout has two; None: as its only one."""
 
     @property
     def seconds(self) -> float:
@@ -92,17 +94,25 @@ class Timeline:
 
     def waits(self, span: Span) -> bool:
         """Whether the span is a receive."""
-        return is_receive(span.action, *self._places[span.rank])
+        return is_receive(span.action, self.worker(span).role, self._segments[span.rank])
+
+    def worker(self, span: Span) -> Worker:
+        """As which of its workers a rank has executed a span."""
+        return span.worker or self._only[span.rank]
 
     def exposed(self, rank: int) -> float:
         """Share of a rank's step in which it waits for messages (0..1)."""
         return exposed_share(self.by_rank.get(rank, ()), self.layout.worker_of(rank).role)
 
     @cached_property
-    def _places(self) -> Mapping[int, tuple[Role, frozenset[int]]]:
-        """Role and attention segments of each rank."""
-        ranks = self.by_rank.items()
-        return {rank: (self.layout.worker_of(rank).role, segments_of(spans)) for rank, spans in ranks}
+    def _only(self) -> Mapping[int, Worker]:
+        """The worker of each rank that has one."""
+        return {rank: self.layout.worker_of(rank) for rank in self.by_rank}
+
+    @cached_property
+    def _segments(self) -> Mapping[int, frozenset[int]]:
+        """The attention segments of each rank."""
+        return {rank: segments_of(spans) for rank, spans in self.by_rank.items()}
 
 
 def exposed_share(spans: Sequence[Span], role: Role) -> float:
@@ -114,9 +124,13 @@ def exposed_share(spans: Sequence[Span], role: Role) -> float:
 
 
 def waiting_seconds(spans: Sequence[Span], role: Role) -> float:
-    """Seconds in receives of one rank's spans."""
+    """Seconds in receives of one rank's spans; `role` is that of a rank with one role."""
     segments = segments_of(spans)
-    return sum(span.seconds for span in spans if is_receive(span.action, role, segments))
+    return sum(span.seconds for span in spans if is_receive(span.action, _role(span, role), segments))
+
+
+def _role(span: Span, only: Role) -> Role:
+    return only if span.worker is None else span.worker.role
 
 
 def segments_of(spans: Iterable[Span]) -> frozenset[int]:

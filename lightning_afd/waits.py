@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from lightning_afd.errors import ScheduleError
 from lightning_afd.peers import Peers
-from lightning_afd.placement import Role
+from lightning_afd.placement import Role, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.timeline import Reduce, Span, Timeline
@@ -60,8 +60,8 @@ def waits_of(timeline: Timeline, shape: Shape) -> tuple[Wait, ...]:
     for rank, spans in timeline.by_rank.items():
         senders_of = _Senders(Peers(timeline.layout, shape, rank))
         for span in spans:
-            if span.action.is_transfer and (senders := senders_of[span.action]):
-                role, began = last.of(senders, span)
+            if span.action.is_transfer and (senders := senders_of.of(timeline.worker(span), span.action)):
+                role, began = shape.endpoints(span.action)[0].role, last.of(senders, span)
                 found.append(Wait(span, role, min(max(began, span.start), span.end)))
     return tuple(found)
 
@@ -71,29 +71,28 @@ class _Senders:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._worker = peers.layout.worker_of(peers.rank)
-        self._known: dict[tuple[str, str, int], tuple[int, ...]] = {}
+        self._known: dict[tuple[Worker, str, str, int], tuple[int, ...]] = {}
 
-    def __getitem__(self, action: Action) -> tuple[int, ...]:
-        key = action.op, action.phase, action.layer
+    def of(self, worker: Worker, action: Action) -> tuple[int, ...]:
+        """Of what the rank does as `worker`."""
+        key = worker, action.op, action.phase, action.layer
         if key not in self._known:
-            receives = self._peers.shape.endpoints(action)[1] == self._worker
+            receives = self._peers.shape.receives(worker, action)
             self._known[key] = self._peers.senders(action) if receives else ()
         return self._known[key]
 
 
 class _LastSend:
-    """Role of several ranks, and when the last of them began an action; found once for all that receive from them."""
+    """When the last of several ranks began to send something; found once for all that receive from them."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._began = {
-            rank: {span.action: span.start for span in spans if span.action.is_transfer}
+            rank: {s.action: s.start for s in spans if s.action.is_transfer and not timeline.waits(s)}
             for rank, spans in timeline.by_rank.items()
         }
-        self._layout = timeline.layout
-        self._known: dict[tuple[tuple[int, ...], Action], tuple[Role, float]] = {}
+        self._known: dict[tuple[tuple[int, ...], Action], float] = {}
 
-    def of(self, senders: tuple[int, ...], span: Span) -> tuple[Role, float]:
+    def of(self, senders: tuple[int, ...], span: Span) -> float:
         """Of the action of a receive; raises ScheduleError where one of them has none."""
         key = senders, span.action
         if key not in self._known:
@@ -101,8 +100,7 @@ class _LastSend:
             if missing:
                 text = f"rank {span.rank} waits in {span.action}, but the timeline has none of rank {missing[0]}"
                 raise ScheduleError(text)
-            began = max(self._began[rank][span.action] for rank in senders)
-            self._known[key] = self._layout.worker_of(senders[0]).role, began
+            self._known[key] = max(self._began[rank][span.action] for rank in senders)
         return self._known[key]
 
 

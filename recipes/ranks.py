@@ -5,6 +5,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import ORDERS
+from lightning_afd.schedule.together import TOGETHER_ORDERS
 
 
 def ranks_per_node(groups: int, attention: int, ffn: int, num_nodes: int) -> int:
@@ -16,15 +17,22 @@ OmegaConf.register_new_resolver("ranks_per_node", ranks_per_node, replace=True)
 
 
 def check_ranks(config: DictConfig) -> None:
-    """Raise PlanError if a split layout's numbers, its order, or the ranks that would be started do not fit."""
+    """Raise PlanError if a strategy's numbers, its order, or the ranks that would be started do not fit."""
     strategy = config.strategy
-    if not isinstance(strategy, DictConfig) or "attention" not in strategy:
+    if not isinstance(strategy, DictConfig):
         return
     for key in ("attention", "ffn", "groups", "micro_batches"):
-        if type(strategy[key]) is not int or strategy[key] < 1:
+        if key in strategy and (type(strategy[key]) is not int or strategy[key] < 1):
             raise PlanError(f"strategy.{key}={strategy[key]} is not a whole number of at least 1")
-    if strategy.order not in ORDERS:
-        raise PlanError(f"strategy.order={strategy.order} is not a choice; choices: {', '.join(sorted(ORDERS))}")
+    is_apart = "attention" in strategy
+    orders = sorted(ORDERS if is_apart else TOGETHER_ORDERS)
+    if strategy.order not in orders:
+        raise PlanError(f"strategy.order={strategy.order} is not a choice; choices: {', '.join(orders)}")
+    if is_apart:
+        _check_layout(config, strategy)
+
+
+def _check_layout(config: DictConfig, strategy: DictConfig) -> None:
     world = Layout(attention=strategy.attention, ffn=strategy.ffn, groups=strategy.groups).world
     if type(config.devices) is not int:
         raise PlanError(f"devices={config.devices} is not a whole number")

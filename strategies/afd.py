@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_afd.engine import Engine
@@ -23,7 +24,7 @@ from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
 from lightning_afd.recording.saved import FOLDER
-from lightning_afd.strategies.config import AFDConfig
+from lightning_afd.strategies.config import AFDConfig, Arrangement, EPConfig
 from lightning_afd.strategies.divided import divide_state
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.expert_balance import ExpertBalance
@@ -32,11 +33,15 @@ from lightning_afd.strategies.hooks import UserHooks
 from lightning_afd.strategies.loaders import EvaluationEpoch, Place, TrainingEpoch, share_loader
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.predictions import join_predictions
-from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
-from lightning_afd.strategies.saving import SavingStrategy
+from lightning_afd.strategies.refusals import (
+    refuse_optimizer,
+    refuse_options_of_separate_ranks,
+    refuse_unsupported,
+    refusing_several_optimizers,
+)
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
-from lightning_afd.strategies.signals import AgreedSignals, save_last
+from lightning_afd.strategies.stopping import StoppingStrategy
 from lightning_afd.strategies.tracing import Figures, Tracer
 from lightning_afd.strategies.watch import activity_of
 from lightning_afd.timeline import Timeline
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class AFDStrategy(SavingStrategy):
+class AFDStrategy(StoppingStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
     Options are those of `AFDConfig`: attention, ffn, groups, head, micro_batches, order and so on. Options of
@@ -57,10 +62,14 @@ class AFDStrategy(SavingStrategy):
     """
 
     strategy_name = "afd"
+    config_type: type[AFDConfig] | type[EPConfig] = AFDConfig
+    order: str
+    """Order of the schedule."""
 
     def __init__(self, **options: Any) -> None:
-        own = {name: options.pop(name) for name in AFDConfig.__dataclass_fields__ if name in options}
-        self.config = AFDConfig(**own)
+        own = {name: options.pop(name) for name in self.config_type.__dataclass_fields__ if name in options}
+        refuse_options_of_separate_ranks(options, self.strategy_name)
+        self.config = self.config_type(**own)
         super().__init__(timeout=self.config.timeout, weights_only=self.config.weights_only, **options)
         self.engine: Engine | None = None
         self._driver: Driver | None = None
@@ -69,13 +78,16 @@ class AFDStrategy(SavingStrategy):
         self._balance: ExpertBalance | None = None
         self._tracer: Tracer | None = None
         self._unshare_found_inf: Callable[[], None] = lambda: None
-        self._signals: AgreedSignals | None = None
         self._accumulating = False
 
     @override
     def _configure_launcher(self) -> None:
-        self.layout = self.config.layout(self.num_processes * self.num_nodes)
+        self.arrange(self.config.arrange(self.num_processes * self.num_nodes))
         super()._configure_launcher()
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Decide how this job is trained, on all ranks alike and before they are connected."""
+        self.layout, self.order, self._reason = arrangement.layout, arrangement.order, arrangement.reason
 
     @property
     def stats(self) -> StepStats | None:
@@ -144,6 +156,8 @@ class AFDStrategy(SavingStrategy):
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module)
+        if self._reason:
+            rank_zero_info(f"strategy {self.strategy_name} trains collocated (order {self.order}): {self._reason}")
         self.engine, layers = self._make_engine(module)
         self._place(module, layers)
         self.engine.materialise(module, layers, self.root_device)
@@ -157,8 +171,8 @@ class AFDStrategy(SavingStrategy):
             namespace_of(self).fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
-        self._signals = None if trainer.state.fn == "predict" else AgreedSignals(trainer)
-        self._driver = Driver(self.engine, module, self.seeds, lambda: self._signals.wish() if self._signals else 0.0)
+        self._listen(trainer)
+        self._driver = Driver(self.engine, module, self.seeds, self._wish)
         self._tracer = Tracer(self.engine, self.config.trace, str(self._backend))
         assert self._groups is not None
         self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)
@@ -173,24 +187,11 @@ class AFDStrategy(SavingStrategy):
 
     def _make_engine(self, module: pl.LightningModule) -> tuple[Engine, Any]:
         """The engine of this rank, after all ranks have compared their plans."""
-        config = self.config
         try:
-            plan, layers = make_plan(
-                module,
-                self.layout,
-                order=config.order,
-                micro_batches=config.micro_batches,
-                knobs=config.knobs,
-                split_attention=config.splits_attention,
-                recompute=config.recompute,
-                recompute_experts=config.recompute_experts,
-                shared_experts=config.shared_experts,
-                router_z_loss=config.router_z_loss,
-                expert_bias_rate=config.expert_bias_rate,
-            )
+            plan, layers = make_plan(module, self.layout, **self.config.choices(self.order))
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
-        self.compare_plans(f"{plan!r}, trace={config.trace}")
+        self.compare_plans(f"{plan!r}, {self.config.agreed()}")
         return Engine(plan, self.global_rank, self.transport, self.transport), layers
 
     def _place(self, module: pl.LightningModule, layers: Sequence[MoELayer]) -> None:
@@ -203,12 +204,12 @@ class AFDStrategy(SavingStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        with refusing_several_optimizers():
+        with refusing_several_optimizers(self.strategy_name):
             super().setup_optimizers(trainer)
         self._checkpoints.name_parameters(self.optimizers)
-        divided = self.config.optimizer_sharding == "torch"
+        divided = self.config.divides_optimizers
         for optimizer in self.optimizers:
-            refuse_optimizer(optimizer, divided=divided)
+            refuse_optimizer(optimizer, self.strategy_name, divided=divided)
             drop_foreign(optimizer)
         if divided and self.engine is not None and self.engine.is_attention and self.layout.attention > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
@@ -233,7 +234,7 @@ class AFDStrategy(SavingStrategy):
         self._tracer.end_batch()
         if not self._accumulating:
             self.guarded(self.balance.end_window)
-        self._agree_on_signals(step_ends=not self._accumulating)
+        self._agree_on_signals(self.driver.wish, step_ends=not self._accumulating)
         return made
 
     @override
@@ -265,12 +266,8 @@ class AFDStrategy(SavingStrategy):
     def _evaluate(self, step: str, context: str, args: tuple[Any, ...]) -> Any:
         function, around = getattr(self.lightning_module, step), getattr(self.precision_plugin, context)
         out = self.guarded(self.driver.evaluate, function, args, around)
-        self._agree_on_signals(step_ends=self.lightning_module.trainer.state.fn != "fit")
+        self._agree_on_signals(self.driver.wish, step_ends=self.lightning_module.trainer.state.fn != "fit")
         return out
-
-    def _agree_on_signals(self, *, step_ends: bool) -> None:
-        assert self._signals is not None
-        self._signals.agree(self.driver.wish, step_ends=step_ends)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -314,23 +311,6 @@ class AFDStrategy(SavingStrategy):
         """Lightning's hook; what `trainer.predict` returns is in place already, as this rank's part."""
         self.guarded(join_predictions, self.lightning_module.trainer.predict_loop, self.driver.engine)
 
-    # -- failure --------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def leaves_alone(self) -> bool:
-        module = self._lightning_module
-        interrupted = module is not None and module.trainer.state.status == "interrupted"
-        return super().leaves_alone or (interrupted and not (self._signals is not None and self._signals.stops))
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        stopped = isinstance(exception, namespace_of(self).pytorch("utilities.exceptions").SIGTERMException)
-        if stopped and self._signals is not None and self._signals.stops:
-            self.guarded(save_last, self.lightning_module.trainer)
-        else:
-            super().on_exception(exception)
-
     # -- end ------------------------------------------------------------------------------------------------------
 
     @override
@@ -339,10 +319,7 @@ class AFDStrategy(SavingStrategy):
             self.engine.disconnect()
         if self._hooks is not None:
             self._hooks.remove()
-        if self._signals is not None:
-            self._signals.remove()
         self._hooks = None
-        self._signals = None
         self._driver = None
         self._unshare_found_inf()
         if self._gradient_norm is not None:

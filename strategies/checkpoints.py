@@ -22,6 +22,7 @@ from lightning_afd.checkpoint.saved import OPTIMIZERS, STATE, Saved, put_rank_st
 from lightning_afd.checkpoint.tensors import Part, write_tensors
 from lightning_afd.model.experts import rows_of
 from lightning_afd.namespace import MisconfigurationException
+from lightning_afd.placement import Layout
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.divided import share_of, share_was_loaded
 from lightning_afd.strategies.global_batch import GlobalBatch, describe_change
@@ -181,7 +182,7 @@ class RankCheckpoints:
             put_rank_state(checkpoint, own if is_attention else {**own, "loaders": None})
             return
         before, ranks = saved.afd["layout"], saved.afd["ranks"]
-        same = before == asdict(strategy.layout)
+        same = Layout(**before) == strategy.layout
         own = ranks[strategy.global_rank if same else self._replica % before["attention"]]
         put_rank_state(checkpoint, own if is_attention or same else {**own, "loaders": None})
         if self._is_fitting and (same or (is_attention and self._replica < before["attention"])):
@@ -229,7 +230,7 @@ class RankCheckpoints:
 def _local_path(path: Any) -> Path:
     if "://" in str(path):
         raise MisconfigurationException(
-            f"strategy afd keeps checkpoints on a file system that all ranks share, but got {path}: set a folder"
+            f"checkpoints belong on a file system that all ranks share, but got {path}: set a folder"
         )
     return Path(path)
 

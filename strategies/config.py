@@ -1,10 +1,11 @@
-"""The options of the AFD strategy."""
+"""The options of the strategies."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
@@ -13,47 +14,33 @@ from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import HEADS, Head, Layout
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import ORDERS, Knobs
+from lightning_afd.schedule.together import TOGETHER_ORDERS
 
 
 @dataclass(frozen=True, kw_only=True)
-class AFDConfig:
-    """What a user may choose; the defaults divide the world in two equal halves."""
+class Arrangement:
+    """How a job is trained in the end."""
 
-    attention: int | Literal["auto"] = "auto"
-    """A ranks per group: data-parallel replicas of attention and everything dense."""
-    ffn: int | Literal["auto"] = "auto"
-    """F ranks per group: the routed experts are divided over them."""
-    groups: int = 1
-    """Interleaved groups per role."""
-    head: Head = "attention"
-    """Which ranks run what lies behind the last MoE layer (norm, head, loss): "attention" or "ffn"."""
+    layout: Layout
+    order: str
+    """Order of the schedule, one of those that go with the layout."""
+    reason: str = ""
+    """Why the layout is another one than the strategy's name says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """What a user may choose under every strategy."""
+
     micro_batches: int = 4
     """Parts that each batch is cut into; a batch with fewer rows uses fewer."""
-    order: str = "af-pipe"
-    """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
-    micro_batch_group: int | Literal["auto"] = "auto"
-    """Micro-batches that pass the 2 * groups workers one behind the other (af-pipe, zero-bubble), at least 2 * groups.
-
-    "auto" is as near to twice that as micro_batches allows; fewer hold less, more hide longer transfers.
-    """
-    pending_weight_gradients: int = 8
-    """Weight gradients that zero-bubble puts off on one rank, at most; each holds the activations of a layer."""
-    pace: Pace = field(default_factory=Pace)
-    """How long zero-bubble takes actions and transfers to last; at another pace it finds fewer gaps, never errors."""
-    split_attention: bool = True
-    """Whether zero-bubble puts off weight gradients of attention ranks, too, and not only those of experts.
-
-    Nothing is put off where segments are computed again in backward (recompute), as that would be done twice.
-    """
     recompute: Recompute = "none"
-    """What A ranks compute again in backward: "none", "attention" (all but experts and routers) or "full" layers."""
+    """What ranks compute again of attention in backward: "none", "attention" (all but experts and routers) or "full"
+    layers."""
     recompute_experts: bool = False
-    """Whether F ranks keep only the inputs of their experts for backward."""
-    shared_experts: SharedPlace = "attention"
-    """Where experts that all tokens visit are computed: on "attention" ranks, or on "ffn" ranks beside the routed ones.
-
-    On "ffn" each token's are computed by one of the F ranks that it visits, and every F rank of a group holds them.
-    """
+    """Whether only the inputs of experts are kept for backward."""
+    dedup: bool = True
+    """Whether a token travels once to each rank that has experts for it, or once per expert, as in an all-to-all."""
     expert_bias_rate: float = 0.0
     """By how much the bias of each expert moves after an optimizer step, against its load; 0 leaves it alone.
 
@@ -70,11 +57,6 @@ class AFDConfig:
 
     Under a loss scaler (precision "16-mixed") the scaler decides: nobody makes the step, and the scale falls.
     """
-    optimizer_sharding: Literal["none", "torch"] = "none"
-    """Whether A ranks of a group divide their optimizer state by parameters, with torch's ZeroRedundancyOptimizer.
-
-    Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer.
-    """
     trace: int = 0
     """Every how many optimizer steps one is recorded: what every rank did when, and what explains it; 0: none."""
     trace_dir: str = "auto"
@@ -85,24 +67,79 @@ class AFDConfig:
     """How long a rank waits for a message before it gives up."""
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise MisconfigurationException(f"order={self.order!r}: choose one of {', '.join(ORDERS)}")
-        if self.head not in HEADS:
-            raise MisconfigurationException(f"head={self.head!r}: choose one of {', '.join(HEADS)}")
-        if self.recompute not in CHOICES:
-            raise MisconfigurationException(f"recompute={self.recompute!r}: choose one of {', '.join(CHOICES)}")
-        if self.shared_experts not in PLACES:
-            raise MisconfigurationException(f"shared_experts={self.shared_experts!r}: choose 'attention' or 'ffn'")
-        if self.on_nonfinite not in ("error", "skip"):
-            raise MisconfigurationException(f"on_nonfinite={self.on_nonfinite!r}: choose 'error' or 'skip'")
-        if self.optimizer_sharding not in ("none", "torch"):
-            raise MisconfigurationException(f"optimizer_sharding={self.optimizer_sharding!r}: choose 'none' or 'torch'")
+        check_choice("recompute", self.recompute, CHOICES)
+        check_choice("on_nonfinite", self.on_nonfinite, ("error", "skip"))
+        if self.micro_batches < 1:
+            raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
         if self.trace < 0:
             raise MisconfigurationException(
                 f"trace={self.trace}: choose 0 (off) or every how many steps one is recorded"
             )
-        if self.micro_batches < 1:
-            raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
+
+    @property
+    def divides_optimizers(self) -> bool:
+        """Whether data replicas divide their optimizer state."""
+        return False
+
+    def choices(self, order: str) -> dict[str, Any]:
+        """The fields of a Plan that follow from the options, whatever the layout; `order` is that of the job."""
+        names = ("micro_batches", "recompute", "recompute_experts", "dedup", "router_z_loss", "expert_bias_rate")
+        return {"order": order, **{name: getattr(self, name) for name in names}}
+
+    def agreed(self) -> str:
+        """What all ranks must have chosen alike beside the plan."""
+        return f"trace={self.trace}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFDConfig(TrainingConfig):
+    """Options of strategy afd; the defaults divide the world in two equal halves."""
+
+    attention: int | Literal["auto"] = "auto"
+    """A ranks per group: data-parallel replicas of attention and everything dense."""
+    ffn: int | Literal["auto"] = "auto"
+    """F ranks per group: the routed experts are divided over them."""
+    groups: int = 1
+    """Interleaved groups per role."""
+    head: Head = "attention"
+    """Which ranks run what lies behind the last MoE layer (norm, head, loss): "attention" or "ffn"."""
+    order: str = "af-pipe"
+    """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
+    micro_batch_group: int | Literal["auto"] = "auto"
+    """Micro-batches that pass the 2 * groups workers one behind the other (af-pipe, zero-bubble), at least 2 * groups.
+
+    "auto" is as near to twice that as micro_batches allows; fewer hold less, more hide longer transfers.
+    """
+    pending_weight_gradients: int = 8
+    """Weight gradients that zero-bubble puts off on one rank, at most; each holds the activations of a layer."""
+    pace: Pace = field(default_factory=Pace)
+    """How long zero-bubble takes actions and transfers to last; at another pace it finds fewer gaps, never errors."""
+    split_attention: bool = True
+    """Whether zero-bubble puts off weight gradients of attention ranks, too, and not only those of experts.
+
+    Nothing is put off where segments are computed again in backward (recompute), as that would be done twice.
+    """
+    shared_experts: SharedPlace = "attention"
+    """Where experts that all tokens visit are computed: on "attention" ranks, or on "ffn" ranks beside the routed ones.
+
+    On "ffn" each token's are computed by one of the F ranks that it visits, and every F rank of a group holds them.
+    """
+    optimizer_sharding: Literal["none", "torch"] = "none"
+    """Whether A ranks of a group divide their optimizer state by parameters, with torch's ZeroRedundancyOptimizer.
+
+    Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer.
+    """
+    fallback: Literal["collocated", "error"] = "collocated"
+    """What happens where attention and ffn are left open and separate ranks make no sense, as on 1 rank: every rank
+    gets both roles (as under strategy flowmoe), with one line that says so, or the job ends."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("order", self.order, ORDERS)
+        check_choice("head", self.head, HEADS)
+        check_choice("shared_experts", self.shared_experts, PLACES)
+        check_choice("optimizer_sharding", self.optimizer_sharding, ("none", "torch"))
+        check_choice("fallback", self.fallback, ("collocated", "error"))
         try:
             self.knobs.check(self.groups)
         except PlanError as error:
@@ -117,9 +154,30 @@ class AFDConfig:
         return Knobs(group=self.micro_batch_group, pending=self.pending_weight_gradients, pace=self.pace)
 
     @property
-    def splits_attention(self) -> bool:
-        """Whether backwards of attention segments are divided, input gradients first."""
-        return self.split_attention and self.order == "zero-bubble" and self.recompute == "none"
+    def divides_optimizers(self) -> bool:
+        return self.optimizer_sharding == "torch"
+
+    def choices(self, order: str) -> dict[str, Any]:
+        splits = self.split_attention and order == "zero-bubble" and self.recompute == "none"
+        own = {"shared_experts": self.shared_experts, "knobs": self.knobs, "split_attention": splits}
+        return super().choices(order) | own
+
+    def arrange(self, world: int) -> Arrangement:
+        """What a job with `world` ranks does; raises MisconfigurationException where they do not fit."""
+        is_open = self.attention == "auto" and self.ffn == "auto"
+        if world == 1 and is_open and self.fallback == "collocated":
+            return self.collocated(world, "1 rank cannot keep attention and experts apart, 2 or more can")
+        return Arrangement(layout=self.layout(world), order=self.order)
+
+    def collocated(self, world: int, reason: str) -> Arrangement:
+        """The fallback; raises MisconfigurationException for options that only separate ranks have."""
+        try:
+            layout = Layout(attention=world, ffn=world, groups=self.groups, head=self.head, collocated=True)
+            if self.optimizer_sharding != "none" and world > 1:
+                raise PlanError(f"a collocated layout cannot have optimizer_sharding={self.optimizer_sharding!r}")
+        except PlanError as error:
+            raise MisconfigurationException(f"strategy afd falls back ({reason}), but {error}") from None
+        return Arrangement(layout=layout, order="flowmoe", reason=reason)
 
     def layout(self, world: int) -> Layout:
         """The layout of a job with `world` ranks; raises MisconfigurationException where they do not fit."""
@@ -155,3 +213,35 @@ class AFDConfig:
             assert self.ffn != "auto"
             return per_group - self.ffn, self.ffn
         return self.attention, per_group - self.attention if self.ffn == "auto" else self.ffn
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPConfig(TrainingConfig):
+    """Options of strategy ep: expert and data parallel on the same ranks."""
+
+    micro_batches: int = 1
+    order: str = "sequential"
+    """Order of the schedule: one of lightning_afd.schedule.together.TOGETHER_ORDERS."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("order", self.order, TOGETHER_ORDERS)
+
+    def arrange(self, world: int) -> Arrangement:
+        """All ranks do the same."""
+        return Arrangement(layout=Layout.together(world), order=self.order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowMoEConfig(EPConfig):
+    """Options of strategy flowmoe: the same ranks, pipelined."""
+
+    micro_batches: int = 4
+    order: str = "flowmoe"
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise MisconfigurationException for a value that is none of the choices."""
+    if value not in choices:
+        what = " or ".join(map(repr, choices)) if len(choices) == 2 else f"one of {', '.join(choices)}"
+        raise MisconfigurationException(f"{name}={value!r}: choose {what}")

@@ -217,7 +217,7 @@ def _loss_of(result: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise MisconfigurationException(
-            f"training_step returned {what}: strategy afd needs a scalar loss, or a dict with one under 'loss'; "
+            f"training_step returned {what}: this strategy needs a scalar loss, or a dict with one under 'loss'; "
             "to skip a batch return a loss of zero"
         )
     return loss

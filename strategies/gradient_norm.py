@@ -83,7 +83,7 @@ class GradientNorm:
         engine = self._engine
         name = engine.collectives.broadcast_object(self._owned[number][0] if rank == engine.rank else None, rank)
         raise FloatingPointError(
-            f"the gradient of {name} on rank {rank} ({engine.plan.layout.worker_of(rank)}) is not finite in step "
+            f"the gradient of {name} on {engine.plan.layout.name_of(rank)} is not finite in step "
             f"{self._module.global_step}: lower the learning rate or check the data, "
             "or skip such steps with AFDStrategy(on_nonfinite='skip')"
         )

@@ -117,7 +117,7 @@ class Notes:
         return f"{self._name(rank)}{code}"
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self._layout.worker_of(rank)})"
+        return self._layout.name_of(rank)
 
     def _tell(self, ranks: Iterable[int], word: str) -> None:
         for rank in ranks:

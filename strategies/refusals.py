@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lightning_afd.model.compiled import is_compiled_function
 from lightning_afd.namespace import MisconfigurationException, namespace_of
+from lightning_afd.strategies.config import AFDConfig
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,70 +23,81 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raises MisconfigurationException with the first thing that cannot work."""
-    lightning = namespace_of(trainer)
+    lightning, strategy = namespace_of(trainer), f"strategy {trainer.strategy.strategy_name}"  # type: ignore[attr-defined]
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            "strategy afd needs automatic optimization, but the module sets automatic_optimization=False: "
+            f"{strategy} needs automatic optimization, but the module sets automatic_optimization=False: "
             "the pipeline must know when a backward runs"
         )
     is_param_in_hook_signature = lightning.pytorch("utilities.signature_utils").is_param_in_hook_signature
     io = trainer.strategy.checkpoint_io
     if type(io) is not lightning.fabric("plugins").TorchCheckpointIO:
         raise MisconfigurationException(
-            f"strategy afd writes its checkpoints itself and cannot use {type(io).__name__}: remove the plugin"
+            f"{strategy} writes its checkpoints itself and cannot use {type(io).__name__}: remove the plugin"
         )
     for name in _STEPS:
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
-            raise MisconfigurationException(f"strategy afd cannot run {name}(dataloader_iter): take a batch instead")
+            raise MisconfigurationException(f"{strategy} cannot run {name}(dataloader_iter): take a batch instead")
     if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
         raise MisconfigurationException(
-            "strategy afd does not support sync_batchnorm=True: its ranks run other micro-batches at the same time"
+            f"{strategy} does not support sync_batchnorm=True: its ranks run other micro-batches at the same time"
         )
-    _refuse_compiled_steps(module)
-    _refuse_metrics_that_wait(module)
+    _refuse_compiled_steps(module, strategy)
+    _refuse_metrics_that_wait(module, strategy)
     if trainer.state.fn == "fit":
-        _refuse_sparse_gradients(module)
+        _refuse_sparse_gradients(module, strategy)
     refused = tuple(getattr(lightning.pytorch("callbacks"), name) for name in _CALLBACKS)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, refused):
             raise MisconfigurationException(
-                f"strategy afd does not support {type(callback).__name__}: it copies or re-runs a module of which "
+                f"{strategy} does not support {type(callback).__name__}: it copies or re-runs a module of which "
                 "each rank holds only a part"
             )
 
 
-def _refuse_compiled_steps(module: pl.LightningModule) -> None:
+def _refuse_compiled_steps(module: pl.LightningModule, strategy: str) -> None:
     """A step is suspended at each layer, which a graph cannot be."""
     for name in _STEPS:
         if is_compiled_function(getattr(module, name)):
             raise MisconfigurationException(
-                f"strategy afd cannot run {name} compiled with torch.compile, since the experts run on other ranks: "
+                f"{strategy} cannot run {name} compiled with torch.compile, since the step stops at each MoE layer: "
                 "compile parts of the model beside the experts instead, such as self_attn, shared experts or the head"
             )
 
 
-def _refuse_metrics_that_wait(module: pl.LightningModule) -> None:
+def _refuse_metrics_that_wait(module: pl.LightningModule, strategy: str) -> None:
     """A metric that talks to other ranks inside of a step waits for ranks that run another micro-batch, or none."""
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and metric.dist_sync_on_step:
             raise MisconfigurationException(
-                f"strategy afd does not support dist_sync_on_step=True, as {name} has it: leave it out, "
+                f"{strategy} does not support dist_sync_on_step=True, as {name} has it: leave it out, "
                 "metrics are joined at the end of an epoch"
             )
 
 
-def _refuse_sparse_gradients(module: pl.LightningModule) -> None:
+def _refuse_sparse_gradients(module: pl.LightningModule, strategy: str) -> None:
     """Gradients of attention ranks are summed in flat buckets, and clipped, kept and scaled as dense tensors."""
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) is True and isinstance(part, (Embedding, EmbeddingBag)):
             raise MisconfigurationException(
-                f"strategy afd does not support sparse gradients, but {name} ({type(part).__name__}) has "
+                f"{strategy} does not support sparse gradients, but {name} ({type(part).__name__}) has "
                 "sparse=True: leave it out"
             )
 
 
+def refuse_options_of_separate_ranks(options: Iterable[str], strategy: str) -> None:
+    """Refuse options of strategy afd that another one does not have, as its ranks hold attention and experts."""
+    known = AFDConfig.__dataclass_fields__
+    wrong = [name for name in options if name in known]
+    if wrong:
+        raise MisconfigurationException(
+            f"strategy {strategy} has no option {', '.join(wrong)}, since each of its ranks holds all attention and "
+            "its share of the experts: leave it out, or use AFDStrategy, which separates them"
+        )
+
+
 @contextmanager
-def refusing_several_optimizers() -> Iterator[None]:
+def refusing_several_optimizers(strategy: str) -> Iterator[None]:
     """Around Lightning's set-up of optimizers, whose own text advises manual optimization."""
     try:
         yield
@@ -93,16 +105,18 @@ def refusing_several_optimizers() -> Iterator[None]:
         if "multiple optimizers" not in str(error):
             raise
         raise MisconfigurationException(
-            "strategy afd supports one optimizer, but configure_optimizers returned several: "
+            f"strategy {strategy} supports one optimizer, but configure_optimizers returned several: "
             "use one optimizer with several parameter groups"
         ) from None
 
 
-def refuse_optimizer(optimizer: object, *, divided: bool) -> None:
+def refuse_optimizer(optimizer: object, strategy: str, *, divided: bool) -> None:
     """Refuse optimizers that call the closure several times, and those whose state cannot be divided if it is to be."""
     name = type(optimizer).__name__
     if name == "LBFGS":
-        raise MisconfigurationException("strategy afd does not support LBFGS: it runs the step several times per batch")
+        raise MisconfigurationException(
+            f"strategy {strategy} does not support LBFGS: it runs the step several times per batch"
+        )
     inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if divided and (inner or not isinstance(optimizer, Optimizer)):
         why = f"it wraps {inner[0]}" if inner else "it is not a torch.optim.Optimizer"

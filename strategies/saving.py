@@ -47,7 +47,9 @@ class SavingStrategy(RankedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise MisconfigurationException("strategy afd has no use for storage_options of save_checkpoint")
+            raise MisconfigurationException(
+                f"strategy {self.strategy_name} has no use for storage_options of save_checkpoint"
+            )
         if self.leaves_alone:
             rank_zero_warn("no checkpoint is written after a failure: ranks that have stopped hold parts of it")
         else:

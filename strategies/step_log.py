@@ -209,7 +209,7 @@ def _join(key: Key, parts: list[list[float]]) -> Logged | None:
 def _reduction(name: str, reduce_fx: Any) -> str:
     if reduce_fx not in _REDUCTIONS:
         raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): strategy afd joins micro-batches by mean, sum, max or min"
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): micro-batches are joined by mean, sum, max or min"
         )
     return _REDUCTIONS[reduce_fx]
 
@@ -221,6 +221,6 @@ def _number(name: str, value: Any) -> tuple[float | Tensor, str]:
     if isinstance(value, (int, float)):
         return float(value), str(torch.get_default_dtype()).removeprefix("torch.")
     raise MisconfigurationException(
-        f"self.log({name!r}) of a {type(value).__name__}: strategy afd logs numbers, tensors with one element, and "
+        f"self.log({name!r}) of a {type(value).__name__}: this strategy logs numbers, tensors with one element, and "
         "torchmetrics objects whose value is one number"
     )

@@ -15,6 +15,8 @@ from tiny import tiny
 from torch import Tensor, nn
 
 from lightning_afd.strategies.afd import AFDStrategy
+from lightning_afd.strategies.ep import EPStrategy
+from lightning_afd.strategies.flowmoe import FlowMoEStrategy
 
 Batch = dict[str, Tensor]
 State = dict[str, Tensor]
@@ -28,38 +30,63 @@ QUIET: dict[str, Any] = {
     "limit_val_batches": 0,
     "max_epochs": 1,
 }
+TOGETHER: dict[str, type[EPStrategy]] = {"ep": EPStrategy, "flowmoe": FlowMoEStrategy}
+"""Strategies whose ranks have attention and experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where a module is trained: a layout such as "2A+2F", or "ref" for Lightning's own strategy in one process."""
+    """Where a module is trained: a layout such as "2A+2F", "2flowmoe" for two ranks of that strategy, or "ref" for
+    Lightning's own strategy in one process.
+    """
 
     layout: str = "2A+2F"
-    """Ranks of each of the groups."""
+    """Ranks of each of the groups, or ranks and strategy."""
     groups: int = 1
     micro_batches: int = 2
     precision: str = "32-true"
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """A ranks and F ranks."""
+        """A ranks and F ranks; the same ones of a collocated strategy."""
         match = re.fullmatch(r"(\d+)A\+(\d+)F", self.layout)
-        assert match is not None, self.layout
+        if match is None:
+            ranks, _ = self.together
+            return ranks, ranks
         return int(match[1]), int(match[2])
+
+    @property
+    def is_together(self) -> bool:
+        """Whether each rank has attention and experts."""
+        return self.layout.endswith(tuple(TOGETHER))
+
+    @property
+    def together(self) -> tuple[int, type[EPStrategy]]:
+        """Ranks of a collocated strategy, and the strategy."""
+        match = re.fullmatch(rf"(\d+)({'|'.join(TOGETHER)})", self.layout)
+        assert match is not None, self.layout
+        return int(match[1]), TOGETHER[match[2]]
 
     @property
     def world(self) -> int:
         """Processes that the layout needs."""
-        return 1 if self.layout == "ref" else self.groups * sum(self.sizes)
+        if self.layout == "ref":
+            return 1
+        return self.together[0] if self.is_together else self.groups * sum(self.sizes)
 
     def trainer(self, strategy: Mapping[str, Any] | None = None, **options: Any) -> pl.Trainer:
-        """A quiet CPU Trainer; `strategy` holds further options of AFDStrategy."""
+        """A quiet CPU Trainer; `strategy` holds further options of the strategy."""
         options = {**QUIET, "accelerator": "cpu", "devices": self.world, "precision": self.precision, **options}
         if self.layout != "ref":
-            attention, ffn = self.sizes
-            own = {"attention": attention, "ffn": ffn, "groups": self.groups, "micro_batches": self.micro_batches}
-            options |= {"strategy": AFDStrategy(**{**own, **(strategy or {})}), "plugins": [LightningEnvironment()]}
+            options |= {"strategy": self._strategy(**(strategy or {})), "plugins": [LightningEnvironment()]}
         return pl.Trainer(**options)
+
+    def _strategy(self, **options: Any) -> AFDStrategy:
+        options = {"micro_batches": self.micro_batches, **options}
+        if self.is_together:
+            return self.together[1](**options)
+        attention, ffn = self.sizes
+        return AFDStrategy(**{"attention": attention, "ffn": ffn, "groups": self.groups, **options})
 
 
 class Memory(Logger):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAver
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_afd import AFDStrategy
+from lightning_afd import AFDStrategy, EPStrategy, FlowMoEStrategy
 
 
 def rank() -> int:
@@ -62,8 +62,34 @@ def odd_world() -> None:
 
 
 def one_rank() -> None:
-    """Nothing to separate."""
-    pl.Trainer(accelerator="cpu", devices=1, strategy="afd")
+    """Nothing to separate, and no fallback."""
+    pl.Trainer(accelerator="cpu", devices=1, strategy=AFDStrategy(fallback="error"))
+
+
+def one_rank_with_two_groups() -> None:
+    """A fallback that has no groups."""
+    pl.Trainer(accelerator="cpu", devices=1, strategy=AFDStrategy(groups=2))
+
+
+def one_rank_with_shared_experts_apart() -> None:
+    """A fallback that has no F ranks, found out once there is a model."""
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=AFDStrategy(shared_experts="ffn"), logger=False)
+    trainer.fit(tiny_module(shared_expert=True))
+
+
+def collocated_with_groups() -> None:
+    """An option of separate ranks."""
+    pl.Trainer(accelerator="cpu", devices=2, strategy=EPStrategy(groups=2, head="ffn"))
+
+
+def collocated_with_another_order() -> None:
+    """An order of separate ranks."""
+    pl.Trainer(accelerator="cpu", devices=2, strategy=FlowMoEStrategy(order="af-pipe"))
+
+
+def fewer_experts_than_collocated_ranks() -> None:
+    """A rank without an expert."""
+    fit(tiny_module(experts=2), "3ep")
 
 
 def no_attention_left() -> None:
@@ -255,6 +281,14 @@ def boom_in_an_expert() -> None:
     if rank() == 3:
         module.model.layers[1].mlp.experts.act_fn = _boom
     fit(module, "2A+2F")
+
+
+def boom_in_collocated_experts() -> None:
+    """In layer 1 on rank 1."""
+    module = tiny_module()
+    if rank() == 1:
+        module.model.layers[1].mlp.experts.act_fn = _boom
+    fit(module, "2flowmoe")
 
 
 def boom_in_a_hook() -> None:

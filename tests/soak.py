@@ -119,7 +119,8 @@ class Soak(pl.Callback):
 
     def _arm(self, engine: Any, blow: Blow) -> None:
         at = int(blow.where * len(engine.program(engine.plan.micro_batches, training=True)))
-        engine.runtime._handlers = Handlers(engine.runtime._handlers, at, blow)
+        tables = engine.runtime._tables
+        engine.runtime._tables = {**tables, engine.worker: Handlers(tables[engine.worker], at, blow)}
 
 
 def _arm_checkpoint(blow: Blow) -> None:

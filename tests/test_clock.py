@@ -10,7 +10,7 @@ import torch
 from lightning_afd.clock import EventClock, HostClock, clock_of
 from lightning_afd.placement import Worker
 from lightning_afd.runtime import Runtime
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Step
 
 
 class Device:
@@ -55,19 +55,22 @@ class Event:
         return later.at - self.at
 
 
-def actions(names: str) -> tuple[Action, ...]:
-    return tuple(Action.parse(name) for name in names.split())
+A0 = Worker("A", 0)
+
+
+def steps(names: str) -> tuple[Step, ...]:
+    return tuple(Step(A0, Action.parse(name)) for name in names.split())
 
 
 def test_spans_and_reduces_are_those_of_the_device() -> None:
     device = Device()
     milliseconds = {"A": 250.0, "D": 500.0}
     handlers = {(op, "f"): lambda action: device.work(milliseconds[action.op]) for op in "AD"}
-    runtime = Runtime(0, Worker("A", 0), handlers)
+    runtime = Runtime(0, {A0: handlers})
     runtime.clock = EventClock(device.event)
     for events in (7, 9):
         before = time.perf_counter()
-        runtime.run(actions("A0f0 D0f0"))
+        runtime.run(steps("A0f0 D0f0"))
         after = time.perf_counter()
         for chunk in range((events - 5) // 2):
             device.work(1000)
@@ -83,8 +86,8 @@ def test_spans_and_reduces_are_those_of_the_device() -> None:
 
 def test_the_host_clock_does_not_see_what_the_device_does() -> None:
     device = Device()
-    runtime = Runtime(0, Worker("A", 0), {("A", "f"): lambda action: device.work(1e6)})
-    runtime.run(actions("A0f0"))
+    runtime = Runtime(0, {A0: {("A", "f"): lambda action: device.work(1e6)}})
+    runtime.run(steps("A0f0"))
     with runtime.reducing(8):
         device.work(1e6)
     assert runtime.spans[0].seconds < 100 and runtime.reduces[0].seconds < 100
@@ -93,15 +96,15 @@ def test_the_host_clock_does_not_see_what_the_device_does() -> None:
 
 def test_the_clock_is_changed_between_steps_only() -> None:
     device = Device()
-    runtime = Runtime(0, Worker("A", 0), {("A", "f"): lambda action: device.work(1000)})
+    runtime = Runtime(0, {A0: {("A", "f"): lambda action: device.work(1000)}})
     runtime.clock = EventClock(device.event)
-    runtime.run(actions("A0f0"))
+    runtime.run(steps("A0f0"))
     runtime.clock = HostClock()
     assert runtime.spans[0].seconds == pytest.approx(1)
     with runtime.reducing(8):
         device.work(2000)
     assert runtime.reduces[0].seconds == pytest.approx(2)
-    runtime.run(actions("A0f0 A0f1"))
+    runtime.run(steps("A0f0 A0f1"))
     assert len(runtime.spans) == 2 and runtime.reduces == [] and runtime.spans[0].seconds < 1
 
 

@@ -26,6 +26,7 @@ from lightning_afd.placement import Layout
 from lightning_afd.recipes import local_job
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS
+from lightning_afd.schedule.together import TOGETHER_ORDERS
 
 TOLERANCE = 1e-12
 NOISE = 1e-3  # a router's gradient may be zero by symmetry: what is left of it is rounding
@@ -99,8 +100,8 @@ def sizes_of_models(draw: st.DrawFn, ffn: int) -> dict[str, Any]:
     }
 
 
-LAYOUTS = st.builds(Layout, attention=st.integers(1, 3), ffn=st.integers(1, 3), groups=st.integers(1, 3))
-LAYOUTS = LAYOUTS.filter(lambda layout: layout.world <= 12)
+APART = st.builds(Layout, attention=st.integers(1, 3), ffn=st.integers(1, 3), groups=st.integers(1, 3))
+LAYOUTS = APART.filter(lambda layout: layout.world <= 12) | st.builds(Layout.together, st.integers(1, 3))
 
 
 @st.composite
@@ -113,7 +114,8 @@ def cases(draw: st.DrawFn) -> Case:
     shapes[0][0] = (shapes[0][0][0], LONGEST, "none")
     choices = {
         "micro_batches": most,
-        "order": draw(st.sampled_from(sorted(ORDERS))),
+        "order": draw(st.sampled_from(sorted(TOGETHER_ORDERS if layout.collocated else ORDERS))),
+        "dedup": draw(st.booleans()),
         "recompute": draw(st.sampled_from(["none", "attention", "full"])),
         "recompute_experts": draw(st.booleans()),
     }

@@ -41,7 +41,7 @@ class Alive:
 
 def before(job: LocalJob, rank: int, action: str, call: Callable[[], Any]) -> None:
     """Let `call` run on a rank just before it executes an action."""
-    handlers: Any = job.engines[rank].runtime._handlers
+    handlers: Any = job.engines[rank].runtime._tables[job.engines[rank].worker]
     wanted = Action.parse(action)
     handler = handlers[wanted.op, wanted.phase]
 

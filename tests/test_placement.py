@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +97,28 @@ def test_local_ids_count_within_the_owner(expert_to_rank: list[int]) -> None:
     for expert, (rank, local) in enumerate(zip(experts.expert_to_rank, experts.local_ids(), strict=True)):
         assert experts.rank_to_experts(rank)[local] == expert
     assert sum(len(experts.rank_to_experts(rank)) for rank in range(4)) == experts.experts
+
+
+def test_collocated_ranks_have_both_roles() -> None:
+    layout = Layout.together(3)
+    assert layout.world == 3 and layout.describe() == "3 collocated"
+    assert [layout.workers_of(rank) for rank in range(3)] == [(Worker("A", 0), Worker("F", 0))] * 3
+    assert [layout.index_of(rank) for rank in range(3)] == [0, 1, 2]
+    assert layout.ranks_of(Worker("A", 0)) == layout.ranks_of(Worker("F", 0)) == layout.copies_of(1) == range(3)
+    assert [layout.tails_of(rank) for rank in range(3)] == [(0,), (1,), (2,)]
+    assert (layout.name_of(2), Layout(attention=1, ffn=2).name_of(2)) == ("rank 2 (A0, F0)", "rank 2 (F0)")
+    with pytest.raises(PlanError, match="rank 3 is outside of the layout's 3 ranks"):
+        layout.workers_of(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ffn": 3}, "attention=2 and ffn=3: its ranks have both roles"),
+        ({"groups": 2}, "cannot have groups=2, .* use groups=1"),
+        ({"head": "ffn"}, "cannot have head='ffn', .* use head='attention'"),
+    ],
+)
+def test_collocated_layout_refuses_what_only_separate_ranks_have(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Layout(**{"attention": 2, "ffn": 2, "collocated": True, **change})

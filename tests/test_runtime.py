@@ -9,38 +9,49 @@ from tiny import tiny
 from lightning_afd.errors import ProtocolError
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.runtime import Runtime
-from lightning_afd.schedule.actions import Action
-from lightning_afd.schedule.orders import ORDERS
+from lightning_afd.schedule.actions import Action, Step
+from lightning_afd.schedule.orders import ORDERS, build
 from lightning_afd.transport.base import Channel, tag_of
 from lightning_afd.transport.local import LocalNetwork
 
 LAYOUT = Layout(attention=1, ffn=1)
 
 
-def actions(names: str) -> tuple[Action, ...]:
-    return tuple(Action.parse(name) for name in names.split())
+A0, F0 = Worker("A", 0), Worker("F", 0)
+
+
+def steps(names: str) -> tuple[Step, ...]:
+    return tuple(map(Step.parse, names.split()))
 
 
 def test_handlers_run_in_the_order_of_the_program_and_leave_spans() -> None:
     ran: list[str] = []
     handlers = {(op, "f"): lambda action: ran.append(str(action)) for op in "AD"}
-    runtime = Runtime(3, Worker("A", 0), handlers)
-    runtime.run(actions("A0f0 D0f0 A0f1"))
+    runtime = Runtime(3, {A0: handlers})
+    runtime.run(steps("A0:A0f0 A0:D0f0 A0:A0f1"))
     assert ran == ["A0f0", "D0f0", "A0f1"] == [str(span.action) for span in runtime.spans]
     assert {span.rank for span in runtime.spans} == {3}
     times = [time for span in runtime.spans for time in (span.start, span.end)]
     assert times == sorted(times)
-    runtime.run(actions("A0f1"))
+    runtime.run(steps("A0:A0f1"))
     assert [str(span.action) for span in runtime.spans] == ["A0f1"]
+
+
+def test_a_rank_with_two_roles_does_each_end_of_a_transfer_by_its_own_table() -> None:
+    ran: list[str] = []
+    ends = {A0: {("D", "f"): lambda _: ran.append("sent")}, F0: {("D", "f"): lambda _: ran.append("received")}}
+    runtime = Runtime(0, ends)
+    runtime.run(steps("A0:D0f0 F0:D0f0"))
+    assert ran == ["sent", "received"] and [span.worker for span in runtime.spans] == [A0, F0]
 
 
 def test_exception_keeps_its_type_and_says_where_it_was() -> None:
     def fail(action: Action) -> None:
         raise KeyError("labels")
 
-    runtime = Runtime(5, Worker("F", 0), {("E", "b"): fail, ("D", "b"): lambda action: None})
+    runtime = Runtime(5, {F0: {("E", "b"): fail, ("D", "b"): lambda action: None}})
     with pytest.raises(KeyError, match="labels") as failure:
-        runtime.run(actions("D7b2 E7b2 D7b3"))
+        runtime.run(steps("F0:D7b2 F0:E7b2 F0:D7b3"))
     assert failure.value.__notes__ == ["rank 5 (F0) failed in E7b2: layer 7, micro-batch 2"]
     assert [str(span.action) for span in runtime.spans] == ["D7b2"]
 
@@ -50,8 +61,9 @@ def test_every_rank_executes_the_schedule(order: str) -> None:
     job = LocalJob(tiny(layers=2), Layout(attention=2, ffn=2), order)
     job.step(make_batches(2, 3))
     for engine in job.engines:
-        program = engine.schedule(3, training=True).programs[engine.worker]
-        assert tuple(span.action for span in engine.runtime.spans) == program == engine.program(3, training=True)
+        program = build(order, engine.plan.shape(3)).programs[engine.worker]
+        assert tuple(span.action for span in engine.runtime.spans) == program
+        assert tuple(step.action for step in engine.program(3, training=True)) == program
 
 
 class Withheld:
@@ -75,7 +87,7 @@ def test_attention_goes_on_while_the_experts_have_not_answered(order: str) -> No
     withheld, batches = Withheld(order), make_batches(1, 2)
     outcome = withheld.job.step(batches)
     assert outcome.difference(*plain_step(tiny(layers=2).double(), batches)) < 1e-12
-    assert withheld.done() == [str(action) for action in withheld.job.engines[0].program(2, training=True)]
+    assert withheld.done() == [str(step.action) for step in withheld.job.engines[0].program(2, training=True)]
     assert withheld.done()[:5] == ["A0f0", "D0f0", "A0f1", "D0f1", "C0f0"]
 
 

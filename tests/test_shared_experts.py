@@ -139,7 +139,7 @@ def test_idle_ffn_rank_has_the_group_s_gradients() -> None:
         router.register_forward_hook(lambda _m, _a, out: (*out[:2], torch.arange(2).expand_as(out[2])))
     job = job_of(model, ONE_TWO)
     assert job.step(batches).difference(*plain_step(model, batches)) < TOLERANCE
-    assert job.engines[2]._role.received_rows == 0
+    assert job.engines[2].experts.received_rows == 0
     shared = [[p.grad for p in dense_parameters(one)] for one in job.models[1:]]
     assert len(shared[0]) == 4 and all(torch.equal(a, b) for a, b in zip(*shared, strict=True))
 
@@ -180,7 +180,7 @@ def test_no_row_travels_for_shared_experts() -> None:
     for job in jobs:
         job.step(batches)
         job.step(batches)
-    rows = sum(engine._role.received_rows for engine in jobs[0].engines[2:])  # of one step
+    rows = sum(engine.experts.received_rows for engine in jobs[0].engines[2:])  # of one step
     before, after = (job.network.sent_bytes for job in jobs)
     assert before.keys() == after.keys()
 

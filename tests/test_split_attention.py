@@ -117,7 +117,7 @@ def test_no_more_is_put_off_than_asked_for(pending: int) -> None:
     job = LocalJob(model_of(), Layout(attention=1, ffn=1, groups=2), "zero-bubble", split_attention=True, knobs=knobs)
     held: list[int] = []
     for engine in job.engines[:2]:
-        rank = engine._role
+        rank = engine.attention
         assert isinstance(rank, AttentionRank)
         backward = rank._attention_backward
 
@@ -125,9 +125,9 @@ def test_no_more_is_put_off_than_asked_for(pending: int) -> None:
             backward(action)
             held.append(sum(len(flight.put_off) for flight in rank._flight))
 
-        engine.runtime._handlers = {**engine.runtime._handlers, ("A", "b"): counting}
+        engine.runtime._tables = {engine.worker: {**engine.runtime._tables[engine.worker], ("A", "b"): counting}}
     job.step(make_batches(1, 6))
-    assert max(held) == pending and not any(flight.put_off for flight in job.engines[1]._role._flight)  # type: ignore[union-attr]
+    assert max(held) == pending and not any(flight.put_off for flight in job.engines[1].attention._flight)  # type: ignore[union-attr]
 
 
 class Square(torch.autograd.Function):

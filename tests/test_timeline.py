@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from recorded import spans
 
-from lightning_afd.placement import Layout, Role
+from lightning_afd.placement import Layout, Role, Worker
 from lightning_afd.timeline import Timeline, exposed_share, waiting_seconds
 
 ATTENTION = "A0f0 10-13, D0f0 13-14, A0f1 14-15, C0f0 15-17, A1f0 17-18, C0b0 19-20"
@@ -36,6 +38,15 @@ def test_hops_and_router_logits_are_waited_for_at_their_receiver(text: str, role
 def test_step_without_duration_waits_for_nothing(text: str) -> None:
     assert exposed_share([], "A") == 0.0
     assert exposed_share(spans(text), "A") == 0.0
+
+
+def test_a_rank_with_both_roles_waits_as_each() -> None:
+    both = [*spans("D0f0 0-1, A0f1 1-2"), *spans("D0f0 2-5, E0f0 5-6, C0f0 6-7"), *spans("C0f0 7-8")]
+    workers = [Worker(role, 0) for role in "AAFFFA"]
+    mine = [replace(span, worker=worker) for span, worker in zip(both, workers, strict=True)]
+    timeline = Timeline(Layout.together(1), tuple(mine))
+    assert [str(span.action) for span in mine if timeline.waits(span)] == ["D0f0", "C0f0"]
+    assert timeline.exposed(0) == pytest.approx(4 / 8)
 
 
 def test_timeline_tells_ranks_and_roles_apart() -> None:

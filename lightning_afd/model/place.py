@@ -77,6 +77,11 @@ def keep_experts(root: nn.Module, owned: Sequence[MoELayer], expert_maps: Sequen
     _to_meta([root], keep=_shard(owned, expert_maps, index))
 
 
+def keep_all_but_other_experts(owned: Sequence[MoELayer], expert_maps: Sequence[ExpertMap], index: int) -> None:
+    """Make rank number `index` of a collocated layout of this process: everything stays but experts of other ranks."""
+    _shard(owned, expert_maps, index)
+
+
 def keep_experts_and_tail(
     root: nn.Module,
     decoder: Sequence[DecoderLayer],

@@ -1,6 +1,7 @@
 """Which token goes to which F rank: one copy of a token per F rank, however many of its experts it hits.
 
-Shapes: T tokens, H hidden, K experts per token, N F ranks of the group, C = sum of copies (token, F rank).
+Shapes: T tokens, H hidden, K experts per token, N F ranks of the group, C = sum of copies (token, F rank). Without
+dedup there is one copy per expert, as in a plain all-to-all: C = T * K copies (token, slot), each with one expert.
 """
 
 from __future__ import annotations
@@ -28,10 +29,24 @@ class Route:
     """
     counts: tuple[int, ...]
     """Copies per F rank."""
+    pair_C: Tensor | None = None
+    """Without dedup: for which (token, slot) pair each copy is, as token * K + slot (int64)."""
 
     def split(self, rows_C: Tensor) -> list[Tensor]:
         """Rows per F rank."""
         return list(rows_C.split(self.counts))
+
+    def weights(self, w_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of weights that may travel, and which of them goes with each copy: a token's, or its slot's."""
+        return (w_TK, self.token_C) if self.pair_C is None else (w_TK.reshape(-1, 1), self.pair_C)
+
+    def sum_weights(self, parts: Sequence[Tensor], top_k: int, dtype: torch.dtype) -> Tensor:
+        """Put what the F ranks returned for the weights of copies together to the gradient of w_TK."""
+        if self.pair_C is None:
+            return self.sum_copies(parts, dtype)
+        out_TK = torch.zeros(self.tokens, top_k, dtype=dtype, device=self.token_C.device)
+        out_TK.view(-1)[self.pair_C] = torch.cat(list(parts))[:, 0]
+        return out_TK
 
     def sum_copies(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Add what the F ranks returned, [counts[n], W] each, to one row per token [T, W], in F rank order.
@@ -51,10 +66,14 @@ class Router:
     With `shared` one of the F ranks that a token visits computes its shared experts, too: they take turns.
     """
 
-    def __init__(self, expert_map: ExpertMap, ranks: int, device: torch.device, *, shared: bool = False) -> None:
+    def __init__(
+        self, expert_map: ExpertMap, ranks: int, device: torch.device, *, shared: bool = False, dedup: bool = True
+    ) -> None:
+        assert dedup or not shared, "a token's ranks take turns, not its slots"
         self.device = device
         self._ranks = ranks
         self._shared = shared
+        self._dedup = dedup
         self._owner_E = torch.tensor(expert_map.expert_to_rank, device=device)
         self._local_E = torch.tensor(expert_map.local_ids(), dtype=torch.int32, device=device)
 
@@ -62,6 +81,8 @@ class Router:
         """Route tokens by their experts `idx_TK` (global ids); one transfer of counts to the host."""
         tokens = idx_TK.shape[0]
         owner_TK = self._owner_E[idx_TK]
+        if not self._dedup:
+            return self._route_slots(idx_TK, owner_TK)
         hit_NT = torch.zeros(self._ranks, tokens, dtype=torch.bool, device=idx_TK.device)
         hit_NT[owner_TK, torch.arange(tokens, device=idx_TK.device)[:, None]] = True
         rank_C, token_C = hit_NT.nonzero(as_tuple=True)
@@ -70,6 +91,14 @@ class Router:
         if self._shared:
             idx_CK = torch.cat([idx_CK, _turns(hit_NT)[rank_C, token_C, None]], 1)
         return Route(tokens, token_C, idx_CK, tuple(hit_NT.sum(1).tolist()))
+
+    def _route_slots(self, idx_TK: Tensor, owner_TK: Tensor) -> Route:
+        """One copy per (token, slot)."""
+        tokens, top_k = idx_TK.shape
+        pair_C = owner_TK.flatten().argsort(stable=True)
+        idx_C1 = self._local_E[idx_TK.flatten()[pair_C], None]
+        counts = torch.bincount(owner_TK.flatten(), minlength=self._ranks)
+        return Route(tokens, pair_C // top_k, idx_C1, tuple(counts.tolist()), pair_C)
 
 
 def _turns(hit_NT: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from math import inf
 from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout
 from lightning_afd.recording.record import RankClock, Traffic
-from lightning_afd.schedule.shape import Schedule, Shape
+from lightning_afd.schedule.programs import Programs
+from lightning_afd.schedule.shape import Shape
 from lightning_afd.timeline import Reduce, Span, Timeline
 
 
@@ -46,17 +47,17 @@ class Joined:
     kernels: str
 
 
-def join(parts: Sequence[Part], layout: Layout, schedule: Schedule) -> Joined:
-    """Join the parts of all ranks, by rank, that executed a schedule."""
+def join(parts: Sequence[Part], layout: Layout, programs: Programs) -> Joined:
+    """Join the parts of all ranks, by rank, that executed these programs."""
     hosts = [part.host for part in parts]
     clocks: tuple[RankClock, ...] = (RankClock(),) * len(parts)
     if len(set(hosts)) > 1:
-        clocks = common_clock(_timeline(parts, layout, schedule, [0.0] * len(parts)), schedule.shape, hosts)
+        clocks = common_clock(_timeline(parts, layout, programs, [0.0] * len(parts)), programs.schedule.shape, hosts)
     clocks = tuple(replace(clock, source=part.source) for clock, part in zip(clocks, parts, strict=True))
     firsts = (min((*part.times[:1], *(start for start, _, _ in part.reduces)), default=inf) for part in parts)
     zero = min(first + clock.offset for first, clock in zip(firsts, clocks, strict=True))
     return Joined(
-        timeline=_timeline(parts, layout, schedule, [clock.offset - zero for clock in clocks]),
+        timeline=_timeline(parts, layout, programs, [clock.offset - zero for clock in clocks]),
         clocks=clocks,
         traffic=tuple(
             Traffic(rank, receiver, channel, messages, nbytes)
@@ -68,14 +69,15 @@ def join(parts: Sequence[Part], layout: Layout, schedule: Schedule) -> Joined:
     )
 
 
-def _timeline(parts: Sequence[Part], layout: Layout, schedule: Schedule, shifts: Sequence[float]) -> Timeline:
+def _timeline(parts: Sequence[Part], layout: Layout, programs: Programs, shifts: Sequence[float]) -> Timeline:
     """What all ranks did, each rank's times shifted, in whole nanoseconds."""
     spans: list[Span] = []
     reduces: list[Reduce] = []
     for rank, (part, shift) in enumerate(zip(parts, shifts, strict=True)):
         times = [round((time + shift) * 1e9) / 1e9 for time in part.times]
-        program = schedule.programs[layout.worker_of(rank)]
-        spans += [Span(a, rank, start, end) for a, start, end in zip(program, times[::2], times[1::2], strict=True)]
+        timed = zip(programs.by_worker[layout.worker_of(rank)], times[::2], times[1::2], strict=True)
+        both = layout.collocated
+        spans += [Span(s.action, rank, start, end, s.worker if both else None) for s, start, end in timed]
         for chunk, (start, end, nbytes) in enumerate(part.reduces):
             start, end = (round((time + shift) * 1e9) / 1e9 for time in (start, end))
             reduces.append(Reduce(chunk, rank, start, end, nbytes))
@@ -107,7 +109,8 @@ def _bounds(raw: Timeline, shape: Shape, host_of: Sequence[int]) -> list[list[fl
     """The most that offset a may exceed offset b, for each pair of hosts: directly, or over others."""
     count = max(host_of) + 1
     most = [[0.0 if a == b else inf for b in range(count)] for a in range(count)]
-    began = {(span.rank, span.action): span.start for span in raw.spans if span.action.is_transfer}
+    sends = (span for span in raw.spans if span.action.is_transfer and not raw.waits(span))
+    began = {(span.rank, span.action): span.start for span in sends}
     for rank, spans in raw.by_rank.items():
         peers, receiver = Peers(raw.layout, shape, rank), host_of[rank]
         for span in (span for span in spans if span.action.is_transfer and raw.waits(span)):

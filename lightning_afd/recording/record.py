@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_afd.placement import ExpertMap
-from lightning_afd.schedule.orders import Knobs, build
+from lightning_afd.schedule.orders import Knobs
+from lightning_afd.schedule.programs import programs_of
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.timeline import Timeline
 
@@ -84,7 +85,7 @@ class Recording:
 
     def schedule(self) -> Schedule:
         """The schedule that was executed, built again."""
-        return build(self.order, self.shape, self.knobs)
+        return programs_of(self.timeline.layout, self.order, self.shape, self.knobs).schedule
 
     def tokens_per_rank(self) -> tuple[tuple[int, ...], ...]:
         """Per MoE layer, (token, expert) pairs of each F rank of the layer's group, by its index."""

@@ -1,8 +1,9 @@
 """A recording as one JSON file: about 15 bytes per action and rank, plus the names of each program once.
 
 `spans` has an object per rank: which of `programs` it executed, and `ns`, two numbers per action: nanoseconds since the
-end of the action before, and its length. `reduces` has rows (rank, chunk, start ns, length ns, bytes), `traffic` rows
-(sender, receiver, index of the channel, messages, bytes). All else has the names of `Recording`'s fields.
+end of the action before, and its length. Programs of ranks with both roles name the worker of each action, as in
+`A0:D3f0`. `reduces` has rows (rank, chunk, start ns, length ns, bytes), `traffic` rows (sender, receiver, index of the
+channel, messages, bytes). All else has the names of `Recording`'s fields.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_afd.errors import AFDError, RecordingError
-from lightning_afd.placement import ExpertMap, Layout
+from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.recording.record import RankClock, Recording, Traffic, Versions
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs
 from lightning_afd.schedule.shape import Shape
@@ -103,7 +104,7 @@ def encode(recording: Recording) -> dict[str, Any]:
 def decode(data: Mapping[str, Any]) -> Recording:
     """The recording of `encode`."""
     layout, channels = _build(Layout, data["layout"]), data["channels"]
-    programs = [[Action.parse(name) for name in program.split()] for program in data["programs"]]
+    programs = [[_parse(name) for name in program.split()] for program in data["programs"]]
     spans = [span for row in data["spans"] for span in _spans(row, programs)]
     reduces = [
         Reduce(chunk, rank, start / 1e9, (start + length) / 1e9, nbytes)
@@ -140,7 +141,7 @@ def _check(recording: Recording) -> None:
 
 
 def _row(rank: int, spans: Sequence[Span], programs: dict[str, int]) -> dict[str, Any]:
-    program = " ".join(str(span.action) for span in spans)
+    program = " ".join(str(span.action if span.worker is None else Step(span.worker, span.action)) for span in spans)
     numbers, before = [], 0
     for span in spans:
         start, end = _ns(span.start), _ns(span.end)
@@ -149,12 +150,20 @@ def _row(rank: int, spans: Sequence[Span], programs: dict[str, int]) -> dict[str
     return {"rank": rank, "program": programs.setdefault(program, len(programs)), "ns": numbers}
 
 
-def _spans(row: Mapping[str, Any], programs: Sequence[Sequence[Action]]) -> Iterator[Span]:
+def _parse(name: str) -> tuple[Action, Worker | None]:
+    """An action, and the worker where it is named."""
+    if ":" not in name:
+        return Action.parse(name), None
+    step = Step.parse(name)
+    return step.action, step.worker
+
+
+def _spans(row: Mapping[str, Any], programs: Sequence[Sequence[tuple[Action, Worker | None]]]) -> Iterator[Span]:
     now, numbers = 0, row["ns"]
-    for action, gap, length in zip(programs[row["program"]], numbers[::2], numbers[1::2], strict=True):
+    for (action, worker), gap, length in zip(programs[row["program"]], numbers[::2], numbers[1::2], strict=True):
         start = now + gap
         now = start + length
-        yield Span(action, row["rank"], start / 1e9, now / 1e9)
+        yield Span(action, row["rank"], start / 1e9, now / 1e9, worker)
 
 
 def _ns(seconds: float) -> int:

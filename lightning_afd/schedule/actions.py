@@ -17,6 +17,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from lightning_afd.placement import Worker
+
 Op = Literal["A", "E", "T", "D", "C", "H", "L"]
 Phase = Literal["f", "b", "w"]
 
@@ -52,3 +54,21 @@ class Action:
                 "and a micro-batch, as in A3f0"
             )
         return cls(cast(Op, match[1]), int(match[2]), cast(Phase, match[3]), int(match[4]))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An action as a rank executes it: `A0:D3f0` sends a dispatch, `F0:D3f0` receives it."""
+
+    worker: Worker
+    """As which of its workers; a rank of a collocated layout has two, and both ends of its transfers."""
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{self.worker}:{self.action}"
+
+    @classmethod
+    def parse(cls, name: str) -> Step:
+        """Read `str(step)` back; raises ValueError for anything else."""
+        worker, _, action = name.partition(":")
+        return cls(Worker.parse(worker), Action.parse(action))

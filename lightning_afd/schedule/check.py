@@ -10,6 +10,7 @@ from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.passes import Channel, channel_of
 from lightning_afd.schedule.shape import Schedule
+from lightning_afd.schedule.together import Together
 
 TRAINING = frozenset("fbw")
 EVALUATION = frozenset("f")
@@ -97,10 +98,14 @@ class _Execution:
         """Go on with one program until it has to wait; whether it moved at all."""
         start, end = self.places[worker], len(self.schedule.programs[worker])
         while self.places[worker] < end and self.missing(worker) is None:
-            action = self.current(worker)
-            self._book(worker, action).add(action)
-            self.places[worker] += 1
+            self.execute(worker)
         return self.places[worker] > start
+
+    def execute(self, worker: Worker) -> None:
+        """Go on by one action, which has all that it waits for."""
+        action = self.current(worker)
+        self._book(worker, action).add(action)
+        self.places[worker] += 1
 
     def missing(self, worker: Worker) -> Action | None:
         """What the current action of a worker still waits for."""
@@ -117,6 +122,22 @@ class _Execution:
         if not action.is_transfer:
             return self.computed
         return self.sent if worker == self.schedule.shape.endpoints(action)[0] else self.received
+
+
+def check_together(together: Together) -> None:
+    """Raise ScheduleError unless ranks that all run this program come to its end, whatever the timing.
+
+    Each receive stands behind its own send. So the rank that has got least far can always go on: what it waits for is
+    sent at a place that all ranks have passed.
+    """
+    schedule = together.schedule
+    check(schedule)
+    run = _Execution(schedule)
+    for step in together.program:
+        missing = run.missing(step.worker)
+        if missing is not None:
+            raise ScheduleError(f"{step} stands before {missing}, for which it waits\n{schedule.grid(run.places)}")
+        run.execute(step.worker)
 
 
 def check_channels(schedule: Schedule) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from lightning_afd.errors import ScheduleError
 from lightning_afd.placement import Worker
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Op, Phase
 from lightning_afd.schedule.shape import Schedule, Shape
 
 Channel = tuple[str, str, Worker, Worker]
@@ -94,20 +95,45 @@ def in_blocks(schedule: Schedule) -> Schedule:
 
 def _blocks(shape: Shape, worker: Worker, program: tuple[Action, ...]) -> list[Action]:
     blocks: list[Action] = []
-    sends: dict[Action, list[Action]] = defaultdict(list)
-    receives: dict[Action, list[Action]] = defaultdict(list)
-    came: list[Action] = []
-    computed: list[Action] = []
+    for _, group in groupby(pieces(shape, worker, program), key=lambda piece: _segment(piece.action)):
+        blocks += in_one_go(list(group))
+    return blocks
+
+
+def _segment(action: Action) -> tuple[Op, int, Phase]:
+    return action.op, action.layer, action.phase
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A compute action of a program, and the transfers around it."""
+
+    receives: tuple[Action, ...]
+    """Between the compute action before and this one."""
+    action: Action
+    sends: tuple[Action, ...]
+    """Between this compute action and the next one."""
+
+
+def pieces(shape: Shape, worker: Worker, program: Iterable[Action]) -> list[Piece]:
+    """Cut the program of a worker at its compute actions."""
+    found: list[Piece] = []
+    came: tuple[Action, ...] = ()
     for action in program:
         if not action.is_transfer:
-            receives[action], came = came, []
-            computed.append(action)
+            found.append(Piece(came, action, ()))
+            came = ()
         elif shape.endpoints(action)[0] == worker:
-            sends[computed[-1]].append(action)
+            found[-1] = replace(found[-1], sends=(*found[-1].sends, action))
         else:
-            came.append(action)
-    for _, group in groupby(computed, key=lambda action: (action.op, action.layer, action.phase)):
-        block = list(group)
-        for part in (receives, None, sends):
-            blocks += block if part is None else [transfer for action in block for transfer in part[action]]
-    return blocks
+            came += (action,)
+    return found
+
+
+def in_one_go(block: Sequence[Piece]) -> list[Action]:
+    """All receives of some pieces, then what they compute, then all sends."""
+    return [
+        *(action for piece in block for action in piece.receives),
+        *(piece.action for piece in block),
+        *(action for piece in block for action in piece.sends),
+    ]

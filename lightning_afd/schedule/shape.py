@@ -74,6 +74,10 @@ class Shape:
         other = after if action.op == "H" else self.tail
         return (before, other) if forward else (other, before)
 
+    def receives(self, worker: Worker, action: Action) -> bool:
+        """Whether an action is a transfer to a worker."""
+        return action.is_transfer and self.endpoints(action)[1] == worker
+
     def places(self, action: Action) -> tuple[Worker, ...]:
         """The workers whose programs contain an action: its owner, or sender and receiver."""
         return self.endpoints(action) if action.is_transfer else (self.owner(action),)

@@ -34,8 +34,11 @@ class Transport(Protocol):
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
         """Send without waiting; the transport keeps `message` alive until `release`."""
 
-    def release(self, micro_batch: int | None = None) -> None:
-        """Finish the sends of one micro-batch, known to have arrived because its reply has, or of all (None)."""
+    def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
+        """Finish the sends of one micro-batch, known to have arrived because its reply has, or of all (None).
+
+        Those of op `but` (D or C) stay.
+        """
 
 
 class Collectives(Protocol):

@@ -3,15 +3,19 @@
 The size of a message depends on the routing (that of a hop on the batch) and is not known when its receiver posts. So
 the buffer has an agreed capacity: the largest one that the sender asked for in earlier steps. A message that does not
 fit (all of the first step) is announced by one without rows that says how much is needed.
+
+What a rank of a collocated layout sends to itself is handed over as it is: no network, no capacity, no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_afd.errors import ProtocolError
 from lightning_afd.schedule.actions import Action
 from lightning_afd.transport.base import Channel, Incoming, Transport, tag_of
 from lightning_afd.transport.wire import (
@@ -41,6 +45,7 @@ class Link:
         self._step = 0
         self._incoming = _Capacities()
         self._outgoing = _Capacities()
+        self._own: dict[Action, list[Tensor]] = {}
 
     def begin(self, step: int) -> None:
         """Start step number `step`: what was asked for until now becomes the capacity."""
@@ -48,11 +53,15 @@ class Link:
         self.sent = {}
         self._incoming.adopt()
         self._outgoing.adopt()
+        self._own.clear()
 
     def post(self, action: Action, peer: int) -> Posted:
-        """Offer a buffer of the agreed capacity for a message of `peer`."""
+        """Offer a buffer of the agreed capacity for a message of `peer`; one of this rank itself needs none."""
+        expected = self.stamp(action, peer)
+        if peer == self.rank:
+            return Posted(expected, partial(self._handed_over, action))
         capacity = self._incoming.of(channel_of(action), peer)
-        return Posted(self, action, peer, self._post(action, peer, capacity))
+        return Posted(expected, partial(self._arrived, self._post(action, peer, capacity), expected))
 
     def allocate(self, action: Action, sections: Sequence[Section]) -> tuple[Tensor, list[Tensor]]:
         """A message to be filled in through the returned views."""
@@ -60,6 +69,9 @@ class Link:
 
     def send(self, action: Action, peer: int, message: Tensor, most: int) -> None:
         """Send a message; `most` is the size that others of its channel may need."""
+        if peer == self.rank:
+            self.hand_over(action, read(message, self.stamp(action, peer)))
+            return
         part = int(message.numel() > self._outgoing.of(channel_of(action), peer))
         if part:
             need = max(most, message.numel())
@@ -67,17 +79,38 @@ class Link:
             self._send(action, peer, 0, too_small(self.stamp(action, self.rank), need, self.device))
         self._send(action, peer, part, message)
 
-    def release(self, micro_batch: int | None = None) -> None:
-        """See Transport.release."""
-        self._transport.release(micro_batch)
+    def hand_over(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Send the sections of a message to this rank itself; whoever receives them must not write into them."""
+        self._own[action] = list(tensors)
+
+    def release(self, arrived: Action | None = None) -> None:
+        """Finish the sends of a micro-batch that have arrived, as `arrived` has from all who send it, or all (None).
+
+        A dispatch tells nothing about dispatches of this rank, nor a combine about combines: where it has both roles,
+        they may be on their way.
+        """
+        if arrived is None:
+            self._transport.release()
+        else:
+            self._transport.release(arrived.micro_batch, but=arrived.op if arrived.op in "DC" else "")
 
     def stamp(self, action: Action, sender: int) -> Stamp:
         return Stamp(action=action, sender=sender, step=self._step, map_version=self.map_version)
 
-    def grown(self, action: Action, peer: int, need: int) -> Incoming:
-        """Offer the larger buffer that a too small one was answered with."""
-        self._incoming.ask(channel_of(action), peer, need)
-        return self._post(action, peer, need, part=1)
+    def _arrived(self, incoming: Incoming, expected: Stamp) -> list[Tensor]:
+        """The sections of a message, which may come into a larger buffer than the one that was offered."""
+        message = arrived(incoming, expected)
+        need = needed_bytes(message, expected)
+        if need:
+            action, peer = expected.action, expected.sender
+            self._incoming.ask(channel_of(action), peer, need)
+            message = arrived(self._post(action, peer, need, part=1), expected)
+        return read(message, expected)
+
+    def _handed_over(self, action: Action) -> list[Tensor]:
+        if action not in self._own:
+            raise ProtocolError(f"rank {self.rank} waits for its own {action}, which it has not sent")
+        return self._own.pop(action)
 
     def _post(self, action: Action, peer: int, nbytes: int, part: int = 0) -> Incoming:
         return self._transport.post(channel_of(action), peer, tag_of(action.layer, action.micro_batch, part), nbytes)
@@ -109,30 +142,23 @@ class _Capacities:
 
 
 class Posted:
-    """A posted receive of a message, whose rows only the sender knows for sure."""
+    """A message that this rank will receive, whose rows only the sender knows for sure."""
 
-    def __init__(self, link: Link, action: Action, peer: int, incoming: Incoming) -> None:
-        self._link, self._action, self._peer, self._incoming = link, action, peer, incoming
+    def __init__(self, expected: Stamp, sections: Callable[[], list[Tensor]]) -> None:
+        """`sections` waits for the message."""
+        self._expected, self._sections = expected, sections
 
     def wait(self) -> list[Tensor]:
         """The message's tensors, after its header has been checked."""
-        return self._views()
+        views, action = self._sections(), self._expected.action
+        if (action.op, action.phase) == ("D", "f"):
+            expect_dispatch(views, self._expected)
+        return views
 
     def wait_for(self, sections: Sequence[Section]) -> list[Tensor]:
         """The tensors of a message whose rows are known by now, after they have been compared, too."""
-        views = self._views()
-        expect(views, sections, self._link.stamp(self._action, self._peer))
-        return views
-
-    def _views(self) -> list[Tensor]:
-        expected = self._link.stamp(self._action, self._peer)
-        message = arrived(self._incoming, expected)
-        need = needed_bytes(message, expected)
-        if need:
-            message = arrived(self._link.grown(self._action, self._peer, need), expected)
-        views = read(message, expected)
-        if (self._action.op, self._action.phase) == ("D", "f"):
-            expect_dispatch(views, expected)
+        views = self.wait()
+        expect(views, sections, self._expected)
         return views
 
 

@@ -113,7 +113,7 @@ class LocalTransport:
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
         self._network.deliver(channel, self._rank, peer, tag, message.clone())
 
-    def release(self, micro_batch: int | None = None) -> None:
+    def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
         """Nothing to do: messages are copied."""
 
     def all_gather(self, values: Sequence[float]) -> list[list[float]]:

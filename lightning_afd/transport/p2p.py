@@ -28,13 +28,20 @@ class ProcessGroups:
         everyone = list(range(layout.world))
         names = CHANNELS if layout.groups == 1 and layout.head == "attention" else CHANNELS + GROUP_CHANNELS
         self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in names}
+        self._back = self.channels
+        if layout.collocated:  # NCCL does what two ranks exchange in one group one after the other, both directions
+            self._back = {name: dist.new_group(everyone, timeout=timeout) for name in names}
         self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
         self.replicas: Any = None
         for ranks in dict.fromkeys(layout.copies_of(other) for other in everyone):
             group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
                 self.replicas = group
-        self._all = [*self.channels.values(), self.control, self.replicas]
+        self._all = [*dict.fromkeys((*self.channels.values(), *self._back.values())), self.control, self.replicas]
+
+    def between(self, channel: Channel, sender: int, receiver: int) -> Any:
+        """The group of a channel for messages in this direction."""
+        return (self.channels if sender < receiver else self._back)[channel]
 
     def warm(self, device: torch.device) -> None:
         """One small collective per group, in the same order on all ranks: connections exist before the first step."""
@@ -48,6 +55,7 @@ class ProcessGroups:
             dist.destroy_process_group(group)
         self._all.clear()
         self.channels.clear()
+        self._back.clear()
         self.control = self.replicas = None
 
 
@@ -57,13 +65,16 @@ class P2PTransport:
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
         self._groups = groups
         self._device = device
-        self._sends: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
+        self._rank = dist.get_rank()
+        self._sends: defaultdict[tuple[int, str], list[tuple[Any, Tensor]]] = defaultdict(list)
+        """By micro-batch and op."""
         self._posted: WeakSet[_Posted] = WeakSet()
         self.sent_bytes = 0
 
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _Posted:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        work = dist.irecv(buffer, src=peer, group=self._groups.channels[channel], tag=tag)
+        group = self._groups.between(channel, peer, self._rank)
+        work = dist.irecv(buffer, src=peer, group=group, tag=tag)
         return self._track(_Posted(work, buffer))
 
     def _track(self, posted: _Posted) -> _Posted:
@@ -71,15 +82,16 @@ class P2PTransport:
         return posted
 
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
-        work = dist.isend(message, dst=peer, group=self._groups.channels[channel], tag=tag)
+        group = self._groups.between(channel, self._rank, peer)
+        work = dist.isend(message, dst=peer, group=group, tag=tag)
         # Router logits are taken only before the tail, which later messages of the micro-batch do not tell about.
         key = _TAIL if channel in ("Lf", "Lb") else micro_batch_of(tag)
-        self._sends[key].append((work, message))
+        self._sends[key, channel[0]].append((work, message))
         self.sent_bytes += message.numel()
 
-    def release(self, micro_batch: int | None = None) -> None:
-        for key in list(self._sends) if micro_batch is None else [micro_batch]:
-            for work, _ in self._sends.pop(key, []):
+    def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
+        for key in [key for key in self._sends if micro_batch in (None, key[0]) and key[1] != but]:
+            for work, _ in self._sends.pop(key):
                 work.wait()
 
     def drop(self) -> None:

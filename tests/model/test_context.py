@@ -59,7 +59,7 @@ def test_context_that_is_left_before_or_entered_after_the_model_is_fine() -> Non
 def test_context_of_the_step_is_entered_at_each_resume_and_left_at_each_suspension() -> None:
     seen: list[tuple[str, bool]] = []
     job = LocalJob(model_of(), ONE)
-    handlers: Any = job.engines[0].runtime._handlers
+    handlers: Any = job.engines[0].runtime._tables[job.engines[0].worker]
     for key, handler in list(handlers.items()):
         handlers[key] = lambda action, h=handler: (seen.append((str(action), autocast_on())), h(action))
     for layer in job.models[0].layers:

@@ -156,6 +156,8 @@ def test_a_sweep_leaves_one_tree(tmp_path: Path) -> None:
         (["strategy.groups=2", "cluster.num_nodes=4"], 2),
         (["strategy=auto"], 1),
         (["strategy=auto", "devices=3"], 3),
+        (["strategy=ep"], 2),
+        (["strategy=flowmoe", "devices=4"], 4),
     ],
 )
 def test_devices_follow_the_strategy(overrides: list[str], devices: int) -> None:
@@ -170,6 +172,8 @@ def test_devices_follow_the_strategy(overrides: list[str], devices: int) -> None
         (["devices=3"], "are 3 ranks"),
         (["cluster.num_nodes=3"], "are 6 ranks"),
         (["devices=two"], "devices=two is not a whole number"),
+        (["strategy=flowmoe", "strategy.order=af-pipe"], "choices: experts-only, flowmoe, sequential"),
+        (["strategy=ep", "strategy.micro_batches=0"], r"strategy\.micro_batches=0 is not a whole number of at least 1"),
         (["strategy.attention=0"], r"strategy\.attention=0 is not a whole number of at least 1"),
         (["strategy.micro_batches=1.5"], r"strategy\.micro_batches=1\.5 is not a whole number"),
     ],

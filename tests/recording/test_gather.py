@@ -14,14 +14,14 @@ from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout
 from lightning_afd.recording import RankClock, Traffic
 from lightning_afd.recording.gather import Part, common_clock, join
-from lightning_afd.schedule.orders import build
+from lightning_afd.schedule.programs import programs_of
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.timeline import Timeline
 from lightning_afd.waits import Wait, waits_of
 
 SHAPE = Shape(layers=4, groups=2, micro_batches=6, router_logits=True)
-SCHEDULE = build("af-pipe", SHAPE)
 STEP = simulated(SHAPE)
+PROGRAMS = programs_of(STEP.layout, "af-pipe", SHAPE)
 
 
 def parts_of(timeline: Timeline, ahead: list[float], hosts: list[str]) -> list[Part]:
@@ -52,7 +52,7 @@ def travel_back(timeline: Timeline) -> list[Wait]:
 
 @pytest.mark.parametrize("ahead", [0.0, 1234567.25])
 def test_ranks_of_one_host_share_a_clock(ahead: float) -> None:
-    joined = join(parts_of(STEP, [ahead] * 4, ["here"] * 4), STEP.layout, SCHEDULE)
+    joined = join(parts_of(STEP, [ahead] * 4, ["here"] * 4), STEP.layout, PROGRAMS)
     assert joined.timeline == STEP
     assert joined.clocks == (RankClock(),) * 4
     assert joined.traffic[1] == Traffic(1, 3, "Df", 2, 101)
@@ -63,7 +63,7 @@ def test_ranks_of_one_host_share_a_clock(ahead: float) -> None:
 def test_a_rank_that_did_something_else_is_noticed() -> None:
     parts = parts_of(STEP, [0.0] * 4, ["here"] * 4)
     with pytest.raises(ValueError, match="zip"):
-        join([*parts[:3], replace(parts[3], times=parts[3].times[:-2])], STEP.layout, SCHEDULE)
+        join([*parts[:3], replace(parts[3], times=parts[3].times[:-2])], STEP.layout, PROGRAMS)
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "a", "c"], ["a", "b", "c", "d"]])
@@ -71,7 +71,7 @@ def test_clocks_of_hosts_are_compared_by_messages(hosts: list[str]) -> None:
     generator = random.Random(str(hosts))
     shifts = {host: generator.uniform(-1e6, 1e6) for host in hosts}
     ahead = [shifts[host] for host in hosts]
-    joined = join(parts_of(STEP, ahead, hosts), STEP.layout, SCHEDULE)
+    joined = join(parts_of(STEP, ahead, hosts), STEP.layout, PROGRAMS)
     for rank, clock in enumerate(joined.clocks):
         assert abs(clock.offset - (ahead[0] - ahead[rank])) <= clock.accuracy + 1e-9
         assert clock.accuracy < 3e-3  # a message of the step is under way for 1 ms and more; its hops add up
@@ -84,7 +84,7 @@ def test_clocks_of_hosts_are_compared_by_messages(hosts: list[str]) -> None:
 
 def test_without_the_comparison_messages_would_travel_back_in_time() -> None:
     ahead = [0.0, 0.0, 5.0, 5.0]
-    joined = join(parts_of(STEP, ahead, ["here"] * 4), STEP.layout, SCHEDULE)
+    joined = join(parts_of(STEP, ahead, ["here"] * 4), STEP.layout, PROGRAMS)
     assert travel_back(joined.timeline)
 
 
@@ -101,7 +101,7 @@ def test_bounds_lead_over_other_hosts() -> None:
 
 def test_times_are_whole_nanoseconds_from_the_first_action_on() -> None:
     parts = parts_of(STEP, [1 / 3] * 4, ["here"] * 4)
-    timeline = join(parts, STEP.layout, SCHEDULE).timeline
+    timeline = join(parts, STEP.layout, PROGRAMS).timeline
     assert timeline.start == 0
     times = [t for span in timeline.by_rank[0] for t in (span.start, span.end)]
     assert all(t == round(t * 1e9) / 1e9 for t in times)

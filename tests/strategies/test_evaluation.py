@@ -159,13 +159,19 @@ def evaluate(run: Run, padded: bool = False) -> Result:
 
 
 @pytest.fixture(scope="module")
-def results(pool: RankPool) -> tuple[Result, list[Result]]:
-    """One device, and the four ranks of 2A+2F."""
-    return pool.run(evaluate, 1, Run(layout="ref"))[0], pool.run(evaluate, 4, Run())
+def reference(pool: RankPool) -> Result:
+    """One device."""
+    return pool.run(evaluate, 1, Run(layout="ref"))[0]
 
 
-def test_metrics_count_every_row_once_on_every_rank(results: tuple[Result, list[Result]]) -> None:
-    reference, ranks = results
+@pytest.fixture(scope="module", params=["2A+2F", "2flowmoe"])
+def ranks(pool: RankPool, request: pytest.FixtureRequest) -> list[Result]:
+    """Two ranks with attention, and others or not."""
+    run = Run(layout=request.param)
+    return pool.run(evaluate, run.world, run)
+
+
+def test_metrics_count_every_row_once_on_every_rank(reference: Result, ranks: list[Result]) -> None:
     names = {name for entry in reference.validated + reference.tested for name in entry}
     assert {"acc_epoch/dataloader_idx_0", "acc_epoch/dataloader_idx_1", "loss", "numbers", "mean", "macro"} <= names
     assert reference.validated[0]["numbers"] == pytest.approx((sum(range(7)) + sum(range(5))) / 12)
@@ -174,8 +180,7 @@ def test_metrics_count_every_row_once_on_every_rank(results: tuple[Result, list[
         assert rank.tested == [pytest.approx(entry, rel=1e-5) for entry in reference.tested]
 
 
-def test_predictions_are_in_order_on_every_rank(results: tuple[Result, list[Result]]) -> None:
-    reference, ranks = results
+def test_predictions_are_in_order_on_every_rank(reference: Result, ranks: list[Result]) -> None:
     for rank in ranks:
         assert [[batch["number"].tolist() for batch in loader] for loader in rank.predicted] == [
             [batch["number"].tolist() for batch in loader] for loader in reference.predicted
@@ -185,21 +190,19 @@ def test_predictions_are_in_order_on_every_rank(results: tuple[Result, list[Resu
             assert ours["name"] == "row"
 
 
-def test_writers_and_hooks_get_the_rows_of_their_rank(results: tuple[Result, list[Result]]) -> None:
-    reference, ranks = results
+def test_writers_and_hooks_get_the_rows_of_their_rank(reference: Result, ranks: list[Result]) -> None:
     for rank in ranks:
         assert all(numbers == indices for numbers, indices in rank.written.batches)
     own = [rank.written.batches for rank in ranks]
-    assert own[2] == own[3] == [] and own[1]
+    assert not any(own[2:]) and own[1]
     assert sorted(own[0] + own[1]) == sorted(reference.written.batches)
     assert sorted(ranks[0].hooked + ranks[1].hooked) == sorted(reference.hooked)
     parts = [rank.written.epochs for rank in ranks]
-    assert parts[2] == parts[3] == []
+    assert not any(parts[2:])
     for loader, batches in enumerate(reference.written.epochs[0]):
         assert sorted(parts[0][0][loader] + parts[1][0][loader]) == sorted(batches)
 
 
-def test_repeated_rows_are_noticed(pool: RankPool, results: tuple[Result, list[Result]]) -> None:
-    reference, _ = results
+def test_repeated_rows_are_noticed(pool: RankPool, reference: Result) -> None:
     padded = pool.run(evaluate, 4, Run(), True)[0]
     assert padded.validated[0]["numbers"] != pytest.approx(reference.validated[0]["numbers"], rel=1e-3)

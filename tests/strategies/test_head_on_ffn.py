@@ -189,5 +189,5 @@ def test_resume_is_exact(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_unknown_head_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="head='F': choose one of attention, ffn"):
+    with pytest.raises(MisconfigurationException, match="head='F': choose 'attention' or 'ffn'"):
         AFDStrategy(head="F")

@@ -16,7 +16,7 @@ from pool import RankPool
 from tiny import tiny
 from torch import Tensor, nn
 
-from lightning_afd import AFDStrategy
+from lightning_afd import AFDStrategy, FlowMoEStrategy
 from lightning_afd.callbacks import StepMonitor, TimelinePicture
 from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.strategies.base import RankedStrategy
@@ -204,7 +204,10 @@ def test_a_user_of_the_mirror_never_loads_the_other_package() -> None:
 def test_with_both_packages_the_strategy_says_for_which_one_it_is() -> None:
     pl = import_module(MIRROR)
     for package in (LIGHTNING, MIRROR):
-        assert "afd" in import_module(f"{package}.strategies").StrategyRegistry.available_strategies()
+        names = import_module(f"{package}.strategies").StrategyRegistry.available_strategies()
+        assert {"afd", "ep", "flowmoe"} <= set(names)
+        collocated = import_module(package).Trainer(accelerator="cpu", devices=2, strategy="flowmoe", logger=False)
+        assert type(collocated.strategy) is FlowMoEStrategy.of(package)
         chosen = AFDStrategy.of(package)
         assert type(chosen(ffn=1)) is chosen and namespace_of(chosen(ffn=1)).package == package
     assert isinstance(AFDStrategy(ffn=1), strategy_of(LIGHTNING))

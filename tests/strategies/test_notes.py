@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.runtime import Runtime
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Step
 from lightning_afd.strategies.notes import ALARM, STOP, Activity, Notes
 from lightning_afd.strategies.watch import Watch, activity_of
 
@@ -134,8 +134,8 @@ def look(runtime: Runtime, seen: list[Activity]) -> None:
 
 def test_actions_are_seen_from_another_thread() -> None:
     seen: list[Activity] = []
-    runtime = Runtime(3, Worker("F", 0), {(op, "f"): lambda _: look(runtime, seen) for op in "DE"})
-    runtime.run([Action.parse("D1f0"), Action.parse("E1f0")])
+    runtime = Runtime(3, {Worker("F", 0): {(op, "f"): lambda _: look(runtime, seen) for op in "DE"}})
+    runtime.run([Step.parse("F0:D1f0"), Step.parse("F0:E1f0")])
     assert [(a.place, a.state) for a in (*seen, activity_of(runtime), activity_of(None))] == [
         ("in D1f0: layer 1, micro-batch 0", "waits"),
         ("in E1f0: layer 1, micro-batch 0", "computes"),
@@ -147,7 +147,7 @@ def test_actions_are_seen_from_another_thread() -> None:
 def test_a_collective_outside_of_a_step_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank that waits for the step's first exchange would look as guilty as one whose data hang."""
     seen: list[Activity] = []
-    runtime = Runtime(3, Worker("F", 0), {})
+    runtime = Runtime(3, {})
 
     def inside() -> Any:
         look(runtime, seen)

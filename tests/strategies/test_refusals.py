@@ -21,6 +21,9 @@ ALONE = {
     refused.too_many_ranks: ("needs 2 ranks", "Trainer has 3", "set devices=2"),
     refused.odd_world: ("3 ranks into equal halves", "AFDStrategy(attention=2, ffn=1)"),
     refused.one_rank: ("at least 2 ranks", "set devices=2"),
+    refused.one_rank_with_two_groups: ("strategy afd falls back", "cannot have groups=2", "use groups=1"),
+    refused.collocated_with_groups: ("strategy ep has no option groups, head", "use AFDStrategy"),
+    refused.collocated_with_another_order: ("order='af-pipe': choose one of sequential, experts-only, flowmoe",),
     refused.no_attention_left: ("attention=0",),
     refused.manual_optimization: ("automatic_optimization=False",),
     refused.compiled_step: ("training_step compiled with torch.compile", "beside the experts"),
@@ -33,6 +36,8 @@ ALONE = {
 """What a rank finds out by itself, before it talks to another one."""
 
 SAME_ON_ALL = {
+    refused.one_rank_with_shared_experts_apart: (1, "shared_experts='ffn' on a collocated layout"),
+    refused.fewer_experts_than_collocated_ranks: (3, "3 collocated ranks for 2 experts", "2 ranks at most"),
     refused.more_chosen_than_experts: (2, "4 of 2 experts", "top_k <= 2"),
     refused.dense_model: (2, "no routed experts", "another strategy"),
     refused.more_ranks_than_experts: (4, "ffn=3 F ranks for 2 experts", "ffn <= 2"),
@@ -87,18 +92,19 @@ def test_every_rank_gets_one_sentence(pool: RankPool, function: Callable[[], Non
 
 
 @pytest.mark.parametrize(
-    ("function", "guilty", "place"),
+    ("function", "world", "guilty", "place"),
     [
-        (refused.boom_in_a_step, 1, "rank 1 (A0) failed in A2f0: layer 2, micro-batch 0"),
-        (refused.boom_in_an_expert, 3, "rank 3 (F0) failed in E1f0: layer 1, micro-batch 0"),
-        (refused.boom_in_a_hook, 1, ""),
-        (refused.boom_at_start, 1, ""),
+        (refused.boom_in_a_step, 4, 1, "rank 1 (A0) failed in A2f0: layer 2, micro-batch 0"),
+        (refused.boom_in_an_expert, 4, 3, "rank 3 (F0) failed in E1f0: layer 1, micro-batch 0"),
+        (refused.boom_in_collocated_experts, 2, 1, "rank 1 (F0) failed in E1f0: layer 1, micro-batch 0"),
+        (refused.boom_in_a_hook, 4, 1, ""),
+        (refused.boom_at_start, 4, 1, ""),
     ],
 )
 def test_the_first_cause_of_a_users_own_error(
-    pool: RankPool, function: Callable[[], None], guilty: int, place: str
+    pool: RankPool, function: Callable[[], None], world: int, guilty: int, place: str
 ) -> None:
-    for number, error in enumerate(run(pool, function, 4)):
+    for number, error in enumerate(run(pool, function, world)):
         if number == guilty:
             assert (error.type_name, error.message) == ("LookupError", "boom")
             assert place in error.traceback

@@ -123,6 +123,12 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(saved: tuple[Path, list[t
         assert len(through.masks) == (6 if rank < 2 else 0)
 
 
+def test_resume_of_collocated_ranks_is_bit_exact(pool: RankPool, tmp_path: Path) -> None:
+    for through, resumed in pool.run(save_and_resume, 2, Run(layout="2flowmoe"), tmp_path / "middle.ckpt"):
+        assert_same_tail(through, resumed)
+        assert len(through.masks) == 6
+
+
 def test_resume_with_two_groups_is_bit_exact(pool: RankPool, tmp_path: Path) -> None:
     """Layers 0 and 2, embedding and head on A group 0, layer 1 on A group 1; each has its experts on its F group."""
     path = tmp_path / "middle.ckpt"

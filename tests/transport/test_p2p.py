@@ -162,7 +162,7 @@ def talk() -> tuple[int, int, list[Any]]:
         transport.send(channel, peer, tag, torch.full((8,), 10 * rank + tag, dtype=torch.uint8))  # type: ignore[arg-type]
     got = [incoming.wait()[:8].unique().item() for incoming in posted]
     transport.release(1)
-    left = sorted(transport._sends)
+    left = sorted(micro_batch for micro_batch, _ in transport._sends)
     transport.release()
     told = transport.broadcast_object(("plan", rank), 1)
     rows = transport.all_gather([rank + 0.5, 2.0])
