@@ -61,7 +61,8 @@ def waits_of(timeline: Timeline, shape: Shape) -> tuple[Wait, ...]:
         senders_of = _Senders(Peers(timeline.layout, shape, rank))
         for span in spans:
             if span.action.is_transfer and (senders := senders_of.of(timeline.worker(span), span.action)):
-                role, began = shape.endpoints(span.action)[0].role, last.of(senders, span)
+                role = shape.endpoints(span.action)[0].role
+                began = last.of(senders, role, span)
                 found.append(Wait(span, role, min(max(began, span.start), span.end)))
     return tuple(found)
 
@@ -87,20 +88,20 @@ class _LastSend:
 
     def __init__(self, timeline: Timeline) -> None:
         self._began = {
-            rank: {s.action: s.start for s in spans if s.action.is_transfer and not timeline.waits(s)}
+            rank: {(timeline.worker(s).role, s.action): s.start for s in spans if s.action.is_transfer}
             for rank, spans in timeline.by_rank.items()
         }
         self._known: dict[tuple[tuple[int, ...], Action], float] = {}
 
-    def of(self, senders: tuple[int, ...], span: Span) -> float:
-        """Of the action of a receive; raises ScheduleError where one of them has none."""
+    def of(self, senders: tuple[int, ...], role: Role, span: Span) -> float:
+        """Of the action of a receive, which they send in this role; raises ScheduleError where one of them has none."""
         key = senders, span.action
         if key not in self._known:
-            missing = [rank for rank in senders if span.action not in self._began.get(rank, {})]
+            missing = [rank for rank in senders if (role, span.action) not in self._began.get(rank, {})]
             if missing:
                 text = f"rank {span.rank} waits in {span.action}, but the timeline has none of rank {missing[0]}"
                 raise ScheduleError(text)
-            self._known[key] = max(self._began[rank][span.action] for rank in senders)
+            self._known[key] = max(self._began[rank][role, span.action] for rank in senders)
         return self._known[key]
 
 

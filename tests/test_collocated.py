@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,8 +125,9 @@ def test_sums_for_oneself_are_handed_over_without_a_copy(monkeypatch: pytest.Mon
 def test_a_receive_without_its_send_is_named() -> None:
     job = LocalJob(model_of(), Layout.together(1), "sequential")
     engine = job.engines[0]
-    program = engine.program(1, training=True)
-    engine._programs[1, True] = (program[0], *program[2:])  # without A0:D0f0
+    programs = engine.programs(1, training=True)
+    attention, _, *rest = programs.by_worker[engine.worker]  # without A0:D0f0
+    engine._programs[1, True] = replace(programs, by_worker={engine.worker: (attention, *rest)})
     with pytest.raises(ProtocolError, match="rank 0 waits for its own D0f0") as failure:
         job.step(make_batches(1, 1))
     assert failure.value.__notes__ == ["rank 0 (F0) failed in D0f0: layer 0, micro-batch 0"]
