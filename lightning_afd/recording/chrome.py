@@ -49,8 +49,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
 def _names(timeline: Timeline) -> Iterator[Event]:
     """What viewers call ranks and lanes."""
     for rank in range(timeline.layout.world):
-        label = f"rank {rank} ({timeline.layout.worker_of(rank)})"
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": label}}
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": timeline.layout.name_of(rank)}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         for number, lane in enumerate(LANES):
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}

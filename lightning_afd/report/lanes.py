@@ -61,7 +61,7 @@ def rows_of(predicted: Timeline, measured: Timeline) -> list[Row]:
         Row(timeline=predicted, rank=rank, name=str(predicted.layout.worker_of(rank))) for rank in predicted.by_rank
     ]
     ranks = [
-        Row(timeline=measured, rank=rank, name=f"rank {rank} ({measured.layout.worker_of(rank)})")
+        Row(timeline=measured, rank=rank, name=measured.layout.name_of(rank))
         for rank in shown_ranks(measured.layout, tuple(measured.by_rank))
     ]
     return workers + ranks

@@ -11,7 +11,7 @@ from statistics import median
 from lightning_afd.placement import Worker
 from lightning_afd.recording import Recording
 from lightning_afd.schedule.actions import Action, Op
-from lightning_afd.simulate import Link, Load, simulate
+from lightning_afd.simulate import Link, Load, apart, collocated, simulate
 from lightning_afd.timeline import Reduce, Span, Timeline
 from lightning_afd.waits import Wait
 
@@ -35,7 +35,8 @@ def predict(recording: Recording, waits: Sequence[Wait]) -> Prediction:
     A compute action takes the median over micro-batches of what it took on the slowest rank of its worker; a message
     takes latency + bytes / rate, a line through the medians of all kinds of messages (`link_of`); a sum of gradients
     starts behind the layer behind whose backward it started, and takes as long. What is left out: packing on the
-    sender's side (a message's way includes it, but the rank goes on at once), and everything that varies.
+    sender's side (a message's way includes it, but the rank goes on at once), and everything that varies. A rank with
+    both roles works for one of them at a time there, too, but for whichever can go on first.
     """
     kinds = bytes_by_kind(recording)
     link, observed = link_of(waits, kinds)
@@ -44,6 +45,7 @@ def predict(recording: Recording, waits: Sequence[Wait]) -> Prediction:
         bytes=lambda action: kinds.get(action.op + action.phase, 0.0),
         links=dict.fromkeys(OPS, link),
         reduce=_reduces(recording.timeline),
+        machine=collocated if recording.timeline.layout.collocated else apart,
     )
     timeline = simulate(recording.schedule(), load).timeline
     return Prediction(timeline=timeline, link=link, observed=observed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_afd.placement import Layout
 from lightning_afd.report.charts import stacked_bar
 from lightning_afd.report.markup import NONE, count_text, element, legend, seconds_text, table, text
 from lightning_afd.report.run import Run
@@ -29,12 +30,21 @@ def shares(run: Run) -> str:
 
 def usages(run: Run) -> dict[str, Usage]:
     """Usage by rank; where a worker has several, their average stands before them."""
-    found = {}
-    for worker in run.chosen.timeline.layout.workers():
-        ranks = [rank for rank in run.chosen.timeline.layout.ranks_of(worker) if rank in run.usage]
-        if len(ranks) > 1:
-            found[f"{worker}, mean of {len(ranks)}"] = mean_usage(run.usage[rank] for rank in ranks)
-        found |= {f"rank {rank} ({worker})": run.usage[rank] for rank in ranks}
+    found, layout = {}, run.chosen.timeline.layout
+    for ranks, workers in _grouped(layout).items():
+        own = [rank for rank in ranks if rank in run.usage]
+        if len(own) > 1:
+            found[f"{workers}, mean of {len(own)}"] = mean_usage(run.usage[rank] for rank in own)
+        found |= {layout.name_of(rank): run.usage[rank] for rank in own}
+    return found
+
+
+def _grouped(layout: Layout) -> dict[range, str]:
+    """The ranks of each worker, with its name, or the names of both where they are the same."""
+    found: dict[range, str] = {}
+    for worker in layout.workers():
+        ranks = layout.ranks_of(worker)
+        found[ranks] = f"{found[ranks]}, {worker}" if ranks in found else str(worker)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_afd.recording import Recording
+from lightning_afd.placement import Layout
+from lightning_afd.recording import Recording, Traffic
 from lightning_afd.report.markup import NONE, bytes_text, element, table, text
 from lightning_afd.report.run import Run
 from lightning_afd.report.shares import MESSAGES, WAYS, message_text
@@ -33,7 +34,7 @@ def link_bytes(recording: Recording) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
     for one in recording.traffic:
         ends = [
-            str(layout.worker_of(rank)) if by_worker else f"{rank} ({layout.worker_of(rank)})"
+            ", ".join(map(str, layout.workers_of(rank))) if by_worker else layout.name_of(rank).removeprefix("rank ")
             for rank in (one.sender, one.receiver)
         ]
         found[ends[0], ends[1]] = found.get((ends[0], ends[1]), 0) + one.nbytes
@@ -55,14 +56,20 @@ def channel_rows(recording: Recording) -> list[list[str]]:
     """Per op and phase: between which roles, how many messages, how large."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for one in recording.traffic:
-        ends = [recording.timeline.layout.worker_of(rank).role for rank in (one.sender, one.receiver)]
-        key = one.channel, " → ".join(ends)
+        key = one.channel, _way(recording.timeline.layout, one)
         messages, nbytes = sums.get(key, (0, 0))
         sums[key] = messages + one.messages, nbytes + one.nbytes
     return [
         [text(_channel_text(channel)), way, f"{messages:,}", bytes_text(nbytes), bytes_text(nbytes / max(messages, 1))]
         for (channel, way), (messages, nbytes) in sorted(sums.items(), key=lambda item: _channel_key(*item[0]))
     ]
+
+
+def _way(layout: Layout, one: Traffic) -> str:
+    """From which role to which one; ranks with both send dispatches as A ranks and combines as F ranks."""
+    if layout.collocated:
+        return "A → F" if one.channel.startswith("D") else "F → A"
+    return " → ".join(layout.worker_of(rank).role for rank in (one.sender, one.receiver))
 
 
 def _channel_key(channel: str, way: str) -> tuple[int, str, str]:

@@ -6,18 +6,23 @@ import random
 from array import array
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from recorded import simulated
+from local_job import LocalJob, make_batches
+from recorded import recorded, simulated
+from tiny import tiny
 
 from lightning_afd.peers import Peers
-from lightning_afd.placement import Layout
-from lightning_afd.recording import RankClock, Traffic
+from lightning_afd.placement import Layout, Worker
+from lightning_afd.recording import RankClock, Traffic, chrome_trace, load, save
 from lightning_afd.recording.gather import Part, common_clock, join
+from lightning_afd.report.predict import predict
+from lightning_afd.schedule.actions import Step
 from lightning_afd.schedule.programs import programs_of
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.timeline import Timeline
-from lightning_afd.waits import Wait, waits_of
+from lightning_afd.waits import Wait, usage_of, waits_of
 
 SHAPE = Shape(layers=4, groups=2, micro_batches=6, router_logits=True)
 STEP = simulated(SHAPE)
@@ -106,3 +111,28 @@ def test_times_are_whole_nanoseconds_from_the_first_action_on() -> None:
     times = [t for span in timeline.by_rank[0] for t in (span.start, span.end)]
     assert all(t == round(t * 1e9) / 1e9 for t in times)
     assert all(a <= b for a, b in pairwise(times))
+
+
+def test_ranks_with_both_roles_measure_one_program(tmp_path: Path) -> None:
+    layout = Layout.together(2)
+    job = LocalJob(tiny(layers=2), layout, "flowmoe")
+    job.step(make_batches(2, 3))
+    part = {"reduces": (), "tokens_per_expert": (), "kernels": frozenset[str](), "host": "here", "source": "here"}
+    parts = [Part(times=engine.runtime.times, sent=dict(engine.link.sent), **part) for engine in job.engines]  # type: ignore[arg-type]
+    programs, shape = job.engines[0].executed, job.engines[0].plan.shape(3)
+    timeline = join(parts, layout, programs).timeline
+    for spans in timeline.by_rank.values():
+        assert [Step(timeline.worker(span), span.action) for span in spans] == list(programs.by_worker[Worker("A", 0)])
+    waits = waits_of(timeline, shape)
+    assert {(w.span.worker, w.sender) for w in waits} == {(Worker("F", 0), "A"), (Worker("A", 0), "F")}
+    assert [w.span for w in waits] == [span for span in timeline.spans if timeline.waits(span)]
+    assert len(waits) == 2 * 2 * 4 * 3  # ranks, layers, D and C forward and backward, micro-batches
+    for usage in usage_of(timeline, waits).values():
+        assert usage.step == pytest.approx(timeline.seconds) and min(usage.seconds().values()) > -1e-9
+    recording = recorded(timeline, shape, order="flowmoe")
+    assert load(save(recording, tmp_path)) == recording
+    assert recording.schedule() == programs.schedule
+    predicted = predict(recording, waits).timeline
+    assert len(predicted.spans) == len(timeline.spans) / 2
+    arrows = [event for event in chrome_trace(recording)["traceEvents"] if event["ph"] == "s"]
+    assert len(arrows) == 2 * len(waits)  # from each of two senders

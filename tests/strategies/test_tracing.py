@@ -61,10 +61,14 @@ def fit(run: Run, folder: Path, trace: int) -> Fit:
     return Fit(weights(module), memory.lines, figures, dense, counts.enabled or counts.recording)
 
 
-@pytest.mark.parametrize("run", [Run(), Run(layout="1A+1F", groups=2)], ids=["2A+2F", "2 x (1A+1F)"])
+@pytest.mark.parametrize(
+    "run",
+    [Run(), Run(layout="1A+1F", groups=2), Run(layout="2flowmoe")],
+    ids=["2A+2F", "2 x (1A+1F)", "2 collocated"],
+)
 def test_recorded_steps_of_a_run(pool: RankPool, tmp_path: Path, run: Run) -> None:
-    plain = pool.run(fit, 4, run, tmp_path / "plain", 0)
-    ranks = pool.run(fit, 4, run, tmp_path, 2)
+    plain = pool.run(fit, run.world, run, tmp_path / "plain", 0)
+    ranks = pool.run(fit, run.world, run, tmp_path, 2)
     assert not (tmp_path / "plain").exists()
     for rank, before in zip(ranks, plain, strict=True):
         assert all(rank.weights[name].equal(value) for name, value in before.weights.items())
@@ -87,16 +91,18 @@ def check_recording(recording: Recording, run: Run, dense_bytes: list[int]) -> N
     """All parts of one recording."""
     timeline, shape = recording.timeline, recording.shape
     programs = recording.schedule().programs
-    assert timeline.layout.world == 4 and timeline.by_rank.keys() == set(range(4))
+    layout = timeline.layout
+    assert layout.world == run.world and timeline.by_rank.keys() == set(range(run.world))
     for rank, spans in timeline.by_rank.items():
-        assert tuple(span.action for span in spans) == programs[timeline.layout.worker_of(rank)]
+        for worker in layout.workers_of(rank):
+            assert tuple(s.action for s in spans if timeline.worker(s) == worker) == programs[worker]
         times = [time for span in spans for time in (span.start, span.end)]
         assert times == sorted(times)
     assert timeline.start == 0 < timeline.seconds < recording.seconds * 10
     for usage in usage_of(timeline, waits_of(timeline, shape)).values():
         assert usage.step == pytest.approx(timeline.seconds)
         assert min(usage.seconds().values()) > -1e-9
-    for rank in (rank for rank in range(4) if timeline.layout.worker_of(rank).role == "A"):
+    for rank in (rank for rank in range(run.world) if layout.worker_of(rank).role == "A"):
         chunks = [reduce for reduce in timeline.reduces if reduce.rank == rank]
         assert sum(chunk.nbytes for chunk in chunks[1:]) == dense_bytes[rank] > 0
         assert min(chunk.start for chunk in chunks) >= timeline.by_rank[rank][-1].end
@@ -106,10 +112,11 @@ def check_recording(recording: Recording, run: Run, dense_bytes: list[int]) -> N
     assert [sum(layer) for layer in recording.tokens_per_expert] == [ROWS * LENGTH * TOP_K] * shape.layers
     sent = {(t.sender, t.receiver, t.channel): t for t in recording.traffic}
     attention, ffn = run.sizes
-    assert sum(t.messages for t in sent.values() if t.channel == "Cf") == shape.layers * 2 * attention * ffn
+    others = attention * ffn - (run.world if layout.collocated else 0)  # what a rank sends to itself is no message
+    assert sum(t.messages for t in sent.values() if t.channel == "Cf") == shape.layers * 2 * others
     assert all(t.nbytes > 0 for t in sent.values())
     assert (recording.versions.experts, recording.versions.transport) == ("loop", "gloo")
-    assert [(clock.host, clock.offset, clock.accuracy) for clock in recording.clocks] == [(0, 0, 0)] * 4
+    assert [(clock.host, clock.offset, clock.accuracy) for clock in recording.clocks] == [(0, 0, 0)] * run.world
     assert recording.loss > 0
 
 
