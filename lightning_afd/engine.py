@@ -26,6 +26,7 @@ from lightning_afd.model.place import (
     keep_experts_and_tail,
     mark_placed,
     placed_at,
+    segments_of_dense,
     stub_embeddings,
 )
 from lightning_afd.model.port import Cut, forbid, install
@@ -35,11 +36,12 @@ from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Worker
 from lightning_afd.plan import Plan
+from lightning_afd.reduction import ChunkedSum
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check
 from lightning_afd.schedule.orders import build
-from lightning_afd.schedule.passes import forward_only
+from lightning_afd.schedule.passes import forward_only, place_reduces
 from lightning_afd.schedule.shape import Schedule
 from lightning_afd.segments import UserStep
 from lightning_afd.tail_rank import TailRank
@@ -69,7 +71,9 @@ class Engine:
         self.runtime: Runtime
         self.expert_counts: ExpertCounts
         self._transport = transport
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._schedules: dict[tuple[int, bool, bool], Schedule] = {}
+        self.sums: ChunkedSum | None = None
+        """Sums dense gradients during a step, on A ranks that are not alone in their group."""
         self._step = 0
         self.seed = 0
         """Seed of the job, that of rank 0."""
@@ -172,7 +176,11 @@ class Engine:
                 self._undo.append(forbid(decoder))
             host = self._install(root, decoder) if self.has_tail else Host()
             self._role = FFNRank(self.link, shards, self._peers, TailRank(self.link, host, self._peers))
-        self.runtime = Runtime(self.rank, self.worker, self._role.handlers())
+        handlers = self._role.handlers()
+        if self.is_attention and len(self.plan.layout.copies_of(self.rank)) > 1:
+            self.sums = ChunkedSum(segments_of_dense(root, decoder), self.collectives)
+            handlers = {**handlers, **self.sums.handlers()}
+        self.runtime = Runtime(self.rank, self.worker, handlers)
 
     def _shard(self, layer: MoELayer) -> ExpertShard | WithShared:
         again = self.plan.recompute_experts
@@ -243,10 +251,12 @@ class Engine:
         return self.schedule(micro_batches, training=training).programs[self.worker]
 
     def schedule(self, micro_batches: int, *, training: bool) -> Schedule:
-        key = (micro_batches, training)
+        """The schedule of a step, with places for chunks of gradients where this rank sums them on the way."""
+        key = micro_batches, training, training and self.sums is not None and self.sums.active
         if key not in self._schedules:
             schedule = build(self.plan.order, self.plan.shape(micro_batches))
             schedule = schedule if training else forward_only(schedule)
+            schedule = place_reduces(schedule) if key[2] else schedule
             check(schedule)
             self._schedules[key] = schedule
         return self._schedules[key]

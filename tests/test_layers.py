@@ -21,7 +21,7 @@ MAX_LINES = 350
 
 PURE = ("errors", "placement", "schedule", "peers", "timeline", "draw", "cost", "simulate", "allocate", "tune")
 TORCH = (
-    *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
+    *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "reduction", "optimizer", "plan"),
     *("runtime", "tail_rank", "attention_rank", "ffn_rank", "engine", "checkpoint", "measure"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
