@@ -228,7 +228,7 @@ class ChunkedSum:
             return
         if not torch.equal(factor, self._factor):
             raise PlanError(
-                f"the loss of the last batch of an accumulation window was scaled by {factor.item():g} before backward, "
+                f"the loss of the last batch of an accumulation window was scaled by {factor.item():g} for backward, "
                 f"that of the batch before by {self._factor.item():g}: scale them alike, or set reduce_chunk_bytes=None"
             )
         for parameter, grad in zip(parameters, grads, strict=True):

@@ -89,7 +89,7 @@ def place_reduces(schedule: Schedule) -> Schedule:
     shape = schedule.shape
     programs = dict(schedule.programs)
     for worker, program in schedule.programs.items():
-        if worker.role == "A":
+        if worker.role == "A" and program:
             programs[worker] = tuple(_with_places(shape, worker, program))
     return replace(schedule, programs=programs)
 

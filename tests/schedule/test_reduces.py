@@ -28,7 +28,7 @@ schedules = st.builds(
     router_logits=st.booleans(),
     head=st.sampled_from(HEADS),
     split_attention=st.booleans(),
-).filter(lambda schedule: schedule.shape.layers >= schedule.shape.groups)
+)
 
 
 def test_places_of_one_layer_by_hand() -> None:
@@ -60,7 +60,7 @@ def test_a_place_is_behind_all_gradients_of_its_segments_and_of_no_other(schedul
             elif action.op == "S":
                 below = max((segment for segment, _ in last), default=-1)
                 assert below < action.layer == min(s for s in own if s > below)
-        assert worker.role == "F" or (program[-1].op == "S" and not last)
+        assert worker.role == "F" or not program or (program[-1].op == "S" and not last)
 
 
 @given(schedules)
