@@ -101,6 +101,11 @@ class ChunkedSum:
         self._flying: deque[_Flying] = deque()
         self._started = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients, trained or not."""
+        return sum(parameter.numel() * parameter.element_size() for parameter, _ in self._row)
+
     def begin(self, factor: Tensor | None) -> None:
         """Start a step. With a `factor`, `grad` holds gradients of earlier batches of the window: they are summed, too,
         those of this batch being multiplied by it.

@@ -34,8 +34,10 @@ from lightning_afd.strategies.saving import SavingStrategy
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.signals import AgreedSignals, save_last
+from lightning_afd.strategies.tuning import ChunkSize
 from lightning_afd.strategies.watch import activity_of
 from lightning_afd.timeline import Timeline
+from lightning_afd.tune import Tuning
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,6 +55,8 @@ class AFDStrategy(SavingStrategy):
     """
 
     strategy_name = "afd"
+    tuning = Tuning()
+    """How S_p is searched with reduce_chunk_bytes="auto"."""
 
     def __init__(self, **options: Any) -> None:
         own = {name: options.pop(name) for name in AFDConfig.__dataclass_fields__ if name in options}
@@ -144,7 +148,9 @@ class AFDStrategy(SavingStrategy):
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
         self._signals = None if trainer.state.fn == "predict" else AgreedSignals(trainer)
-        self._driver = Driver(self.engine, module, self.seeds, lambda: self._signals.wish() if self._signals else 0.0)
+        size = ChunkSize(self.config.reduce_chunk_bytes, self.tuning, self.engine, self.checkpoint_notes)
+        wish = self._signals.wish if self._signals is not None else lambda: 0.0
+        self._driver = Driver(self.engine, module, self.seeds, wish, size)
         assert self._groups is not None
         self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)
         self._judge_gradients(self.engine, module)

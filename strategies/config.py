@@ -60,6 +60,13 @@ class AFDConfig:
 
     Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer.
     """
+    reduce_chunk_bytes: int | Literal["auto"] | None = None
+    """S_p: dense gradients of attention ranks are summed in chunks of so many bytes, while the step still runs.
+
+    "auto" tunes it over the first steps of a fit, by step times alone; None sums them at the end of the step. The
+    gradients are the same but for rounding: with three or more attention ranks per group, the order in which a sum adds
+    its terms depends on the size of a message, so that a tuned job is not repeated bit for bit.
+    """
     weights_only: bool = True
     """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
@@ -78,6 +85,10 @@ class AFDConfig:
             raise MisconfigurationException(f"on_nonfinite={self.on_nonfinite!r}: choose 'error' or 'skip'")
         if self.optimizer_sharding not in ("none", "torch"):
             raise MisconfigurationException(f"optimizer_sharding={self.optimizer_sharding!r}: choose 'none' or 'torch'")
+        if self.reduce_chunk_bytes not in (None, "auto") and self.reduce_chunk_bytes < 1:
+            raise MisconfigurationException(
+                f"reduce_chunk_bytes={self.reduce_chunk_bytes}: choose 'auto', None or a number of bytes from 1 on"
+            )
         if self.micro_batches < 1:
             raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
 

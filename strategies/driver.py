@@ -25,6 +25,7 @@ from lightning_afd.strategies.metric_objects import MetricObjects
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Key, Logged, Recorder
 from lightning_afd.strategies.tails import NOTHING, TailErrands, Work
+from lightning_afd.strategies.tuning import ChunkSize
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,12 +52,20 @@ class Driver:
     """Runs a module's steps on this rank: as coroutines on A ranks, as expert work (and tails) on F ranks."""
 
     def __init__(
-        self, engine: Engine, module: pl.LightningModule, seeds: Seeds, wish_of_rank: Callable[[], float]
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        seeds: Seeds,
+        wish_of_rank: Callable[[], float],
+        chunk_size: ChunkSize,
     ) -> None:
         self.engine = engine
         self.stats: StepStats | None = None
         self.wish = 0.0
         """The largest wish of all ranks at the end of the last batch (see AgreedSignals)."""
+        self.chunk_size = chunk_size
+        """S_p, and what its search has found."""
+        self._seconds: float | None = None  # of the last batch that ended a window, up to its summed gradients
         self._wish_of_rank = wish_of_rank
         self._module = module
         self._parameters = [parameter for _, parameter in owned_parameters(module)]
@@ -80,6 +89,8 @@ class Driver:
 
         `loss_scale` multiplies the loss in the pipeline's backward; it is taken out where gradients are installed.
         """
+        self.chunk_size.next_step(self._seconds)
+        self._seconds = None
         start = time.perf_counter()
         pieces = self._split(args[0]) if self.engine.is_attention else []
         weights = [self._weight(piece) for piece in pieces]
@@ -102,7 +113,7 @@ class Driver:
             own = (sum(losses, torch.zeros(())), time.perf_counter() - start)
             loss = self._share(*own, speaks=self.engine.has_tail, by_rows=False)
             self._log_z_loss()
-        made = installing_loss(loss, lambda scale: self._gradients.install(scale / loss_scale, last=last))
+        made = installing_loss(loss, partial(self._install, start, loss_scale, last))
         return merge_outputs(results, weights, made) if self.engine.leads else made
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
@@ -205,6 +216,13 @@ class Driver:
         if self.engine.plan.router_z_loss and self.stats is not None:
             key = Key("router_z_loss", "mean", str(torch.get_default_dtype()).removeprefix("torch."), ())
             Logged(key, self.stats.z_loss, batch_size=1).replay(self._module, self.metrics)
+
+    def _install(self, start: float, loss_scale: float, last: bool, scale: Tensor) -> None:
+        self._gradients.install(scale / loss_scale, last=last)
+        if last and self.chunk_size.searches:
+            if scale.device.type == "cuda":
+                torch.cuda.synchronize(scale.device)
+            self._seconds = time.perf_counter() - start
 
 
 def _loss_of(result: Any) -> Tensor:
