@@ -22,9 +22,9 @@ _TAIL = -1
 
 
 class ProcessGroups:
-    """The process groups of one job: one per channel, one for control messages, two per worker group.
+    """The process groups of one job: one per channel, one for control messages, one per worker group.
 
-    `chunks` is for sums that travel beside messages of the step, in which nothing else waits behind them.
+    Several A ranks have another one, `chunks`, for sums that travel beside messages of the step.
     """
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
@@ -36,7 +36,8 @@ class ProcessGroups:
         self.chunks: Any = None
         for ranks in dict.fromkeys(layout.copies_of(other) for other in everyone):
             group = dist.new_group(list(ranks), timeout=timeout)
-            chunks = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else group
+            on_the_way = len(ranks) > 1 and layout.worker_of(ranks[0]).role == "A"
+            chunks = dist.new_group(list(ranks), timeout=timeout) if on_the_way else group
             if rank in ranks:
                 self.replicas, self.chunks = group, chunks
         self._all = list(dict.fromkeys([*self.channels.values(), self.control, self.replicas, self.chunks]))
