@@ -154,7 +154,7 @@ def rank_main(args: argparse.Namespace) -> None:
     job = Job(args)
     sums = job.engine.sums
     job.say(f"{sums.nbytes / MIB if sums else 0:.1f} MiB of dense gradients per step, links of {args.rate}")
-    size = ChunkSize("auto", Tuning(samples=args.samples, steps=args.steps), job.engine, {})
+    size = ChunkSize("auto", Tuning(samples=args.samples, steps=args.steps), job.engine, dict)
     size.next_step(None)
     while size.searches:
         size.next_step(job.step())

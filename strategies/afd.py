@@ -148,7 +148,7 @@ class AFDStrategy(SavingStrategy):
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
         self._signals = None if trainer.state.fn == "predict" else AgreedSignals(trainer)
-        size = ChunkSize(self.config.reduce_chunk_bytes, self.tuning, self.engine, self.checkpoint_notes)
+        size = ChunkSize(self.config.reduce_chunk_bytes, self.tuning, self.engine, lambda: self.checkpoint_notes)
         wish = self._signals.wish if self._signals is not None else lambda: 0.0
         self._driver = Driver(self.engine, module, self.seeds, wish, size)
         assert self._groups is not None
@@ -179,7 +179,7 @@ class AFDStrategy(SavingStrategy):
             )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
-        self.compare_plans(repr(plan))
+        self.compare_plans(f"{plan!r}, reduce_chunk_bytes={config.reduce_chunk_bytes!r}")
         return Engine(plan, self.global_rank, self.transport, self.transport), layers
 
     def _place(self, module: pl.LightningModule, layers: Sequence[MoELayer]) -> None:

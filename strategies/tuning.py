@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,11 +22,11 @@ class ChunkSize:
     """Sets the chunk size of the engine's sums; `next_step` is to be called before each batch, on all ranks.
 
     Rank 0 searches, with the longest time of all ranks for each step, and tells the others: one exchange per sample.
-    What was tuned goes into `notes` (those of the checkpoint); a resumed job of the same plan takes it from there.
+    What was tuned goes into `notes()`, the checkpoint's, and a resumed job of the same plan takes it from there.
     """
 
     def __init__(
-        self, wanted: int | Literal["auto"] | None, tuning: Tuning, engine: Engine, notes: dict[str, Any]
+        self, wanted: int | Literal["auto"] | None, tuning: Tuning, engine: Engine, notes: Callable[[], dict[str, Any]]
     ) -> None:
         self.searches = wanted == "auto" and engine.plan.layout.attention > 1
         """Whether steps are to be timed."""
@@ -52,7 +53,7 @@ class ChunkSize:
     def _begin(self) -> None:
         """Before the first batch, when a checkpoint has been loaded."""
         self._has_begun = True
-        note = self._notes.get(NOTE)
+        note = self._notes().get(NOTE)
         if note is not None and note["plan"] == self._plan:
             self.searches = False
             self._set(note["bytes"])
@@ -98,7 +99,7 @@ class ChunkSize:
         self._set(chunk_bytes)
         if over:
             self.searches, self._tuner = False, None
-            self._notes[NOTE] = {"bytes": chunk_bytes, "plan": self._plan}
+            self._notes()[NOTE] = {"bytes": chunk_bytes, "plan": self._plan}
 
     @property
     def _plan(self) -> str:

@@ -46,7 +46,7 @@ class Case:
 
 
 class Save(pl.Callback):
-    """Saves behind the last step but one."""
+    """Saves behind a step."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path, self.step = path, step
@@ -59,7 +59,7 @@ class Save(pl.Callback):
 
 def trainer_of(case: Case) -> pl.Trainer:
     """The Trainer of a case."""
-    callbacks = [] if case.save is None else [Save(case.save, case.steps - 1)]
+    callbacks = [] if case.save is None else [Save(case.save, case.steps - 3)]
     trainer = case.run.trainer(
         {**case.own, "reduce_chunk_bytes": case.chunk_bytes}, **{"callbacks": callbacks, **case.options}
     )
@@ -162,13 +162,14 @@ class Found:
 
 
 def tune(case: Case) -> Found:
-    """Fit, and look at the chunk size."""
+    """Fit, as if steps took half of the time with chunks, and look at the chunk size."""
     module, seconds = tiny_module(steps=case.steps, layers=2), []
     count = ChunkSize._count
 
     def counting(size: ChunkSize, value: float) -> None:
         seconds.append(value)
-        count(size, value)
+        sums = size._engine.sums
+        count(size, 1.0 if sums is not None and sums.chunk_bytes is None else 0.5)
 
     trainer = trainer_of(case)
     with pytest.MonkeyPatch.context() as patch:
@@ -182,13 +183,14 @@ def tune(case: Case) -> Found:
 
 def test_a_fit_tunes_over_its_first_steps_and_a_resumed_one_does_not(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "tuned"
-    ranks = pool.run(tune, 3, Case(chunk_bytes="auto", steps=STEPS_OF_A_SEARCH + 1, save=path), timeout=120)
+    steps = STEPS_OF_A_SEARCH + 4
+    ranks = pool.run(tune, 3, Case(chunk_bytes="auto", steps=steps, save=path), timeout=120)
     assert {rank.counted for rank in ranks} == {STEPS_OF_A_SEARCH - 1}
-    assert ranks[0].note is not None and all(rank.note == ranks[0].note for rank in ranks)
+    assert ranks[0].note["bytes"] is not None and all(rank.note == ranks[0].note for rank in ranks)
     assert [rank.size for rank in ranks] == [ranks[0].note["bytes"]] * 2 + [None]
-    (plain,) = zip(*pool.run(fit, 3, [Case(chunk_bytes=None, steps=STEPS_OF_A_SEARCH + 1)]), strict=True)
+    (plain,) = zip(*pool.run(fit, 3, [Case(chunk_bytes=None, steps=steps)]), strict=True)
     assert all(same(rank.weights, other) for rank, other in zip(ranks, plain, strict=True))
-    resumed = pool.run(tune, 3, Case(chunk_bytes="auto", steps=STEPS_OF_A_SEARCH + 1, resume=path))
+    resumed = pool.run(tune, 3, Case(chunk_bytes="auto", steps=steps, resume=path))
     assert [rank.counted for rank in resumed] == [0, 0, 0]
     for before, after in zip(ranks, resumed, strict=True):
         assert (after.size, after.note) == (before.size, before.note) and same(after.weights, before.weights)
@@ -206,7 +208,9 @@ class Ranks:
     def fit(self, steps: int, wanted: Any = "auto") -> list[ChunkSize]:
         """Take so many steps."""
         engines = self.job.engines
-        sizes = [ChunkSize(wanted, self.tuning, engines[rank], self.notes[rank]) for rank in range(3)]
+        sizes = [
+            ChunkSize(wanted, self.tuning, engines[rank], partial(self.notes.__getitem__, rank)) for rank in range(3)
+        ]
 
         def play(rank: int) -> None:
             last = None
