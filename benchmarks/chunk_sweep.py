@@ -163,7 +163,11 @@ def rank_main(args: argparse.Namespace) -> None:
         job.say(f"tuner: {size.tuned}")
     arms = list(dict.fromkeys([*GRID, chosen]))
     times: dict[Any, list[float]] = {arm: [] for arm in arms}
+    start = time.monotonic()
     for repetition in range(args.repetitions):
+        ends = job.transport.all_gather([time.monotonic() - start])
+        if repetition >= 2 and ends[0][0] > args.sweep_seconds:
+            break
         for arm in arms if repetition % 2 == 0 else reversed(arms):
             times[arm].append(job.timed(arm))
     _report(job, times, chosen)
@@ -178,6 +182,7 @@ def _report(job: Job, times: dict[Any, list[float]], chosen: int | None) -> None
         name = "no chunks" if arm is None else in_bytes(arm)
         mark = "  <- chosen" if arm == chosen else ""
         job.say(f"{name:>10}  {median(found):.4f} s  {min(found):.4f} to {max(found):.4f}  x {ratio:.3f}{mark}")
+    job.say(f"{len(times[chosen])} repetitions")
     best = min(median(one / other for one, other in zip(found, times[chosen], strict=True)) for found in times.values())
     job.say(f"chosen S_p over the best of the sweep: {1 / best:.3f}")
 
@@ -243,6 +248,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--sweep-seconds", type=float, default=600, help="no repetition begins after so long")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds")
     args = parser.parse_args()
     if "RANK" in os.environ:

@@ -263,8 +263,10 @@ class StepGradients:
 
     def begin(self, *, last: bool) -> None:
         """Before the pipeline runs; `last` in the window."""
-        if last and self._sums is not None and self._sums.chunk_bytes is not None:
-            self._sums.begin(self._factor)
+        if self._sums is not None:
+            self._sums.active = False
+            if last and self._sums.chunk_bytes is not None:
+                self._sums.begin(self._factor)
         self._stash.begin()
 
     def end(self) -> None:
