@@ -26,6 +26,7 @@ from lightning_afd.model.place import (
     keep_experts_and_tail,
     mark_placed,
     placed_at,
+    segments_of_dense,
     stub_embeddings,
 )
 from lightning_afd.model.port import Cut, forbid, install
@@ -36,11 +37,12 @@ from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Worker
 from lightning_afd.plan import Plan
 from lightning_afd.receives import Receives
+from lightning_afd.reduction import ChunkedSum
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.check import check
 from lightning_afd.schedule.orders import build
-from lightning_afd.schedule.passes import forward_only
+from lightning_afd.schedule.passes import forward_only, place_reduces
 from lightning_afd.schedule.shape import Schedule
 from lightning_afd.segments import UserStep
 from lightning_afd.tail_rank import TailRank
@@ -72,9 +74,12 @@ class Engine:
         self.device = torch.device("cpu")
         """With the plan all that schedules are built from."""
         self.executed: Schedule
-        """The schedule of the last step."""
+        """The schedule of the last step, without places for chunks of gradients."""
         self._transport = transport
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._with_places: dict[int, tuple[Action, ...]] = {}
+        self.sums: ChunkedSum | None = None
+        """Sums dense gradients during a step, on A ranks that are not alone in their group."""
         self._step = 0
         self.seed = 0
         """Seed of the job, that of rank 0."""
@@ -178,7 +183,13 @@ class Engine:
                 self._undo.append(forbid(decoder))
             host = self._install(root, decoder) if self.has_tail else Host()
             self._role = FFNRank(self.link, shards, self._peers, TailRank(self.link, host, self._peers))
-        self.runtime = Runtime(self.rank, self.worker, self._role.handlers())
+        handlers = self._role.handlers()
+        if self.is_attention and len(self.plan.layout.copies_of(self.rank)) > 1:
+            self.sums = ChunkedSum(segments_of_dense(root, decoder), self.collectives)
+            handlers = {**handlers, **self.sums.handlers()}
+        self.runtime = Runtime(self.rank, self.worker, handlers)
+        if self.sums is not None:
+            self.sums.meter = self.runtime
 
     def _shard(self, layer: MoELayer) -> ExpertShard | WithShared:
         again = self.plan.recompute_experts
@@ -225,7 +236,7 @@ class Engine:
         `tail_results` what they returned.
         """
         self.executed = self.schedule(micro_batches, training=training)
-        program = self.executed.programs[self.worker]
+        program = self.program(micro_batches, training=training)
         self._step += 1
         self.link.begin(self._step)
         receives = Receives(self.link, self._peers, program)
@@ -247,11 +258,17 @@ class Engine:
         return self._role.tails.results if isinstance(self._role, FFNRank) else []
 
     def program(self, micro_batches: int, *, training: bool) -> tuple[Action, ...]:
-        """This rank's program, built and checked once per number of micro-batches."""
-        return self.schedule(micro_batches, training=training).programs[self.worker]
+        """This rank's program, with places for chunks of gradients where it sums them on the way."""
+        schedule = self.schedule(micro_batches, training=training)
+        if not training or self.sums is None or not self.sums.active:
+            return schedule.programs[self.worker]
+        if micro_batches not in self._with_places:
+            self._with_places[micro_batches] = place_reduces(schedule).programs[self.worker]
+        return self._with_places[micro_batches]
 
     def schedule(self, micro_batches: int, *, training: bool) -> Schedule:
-        key = (micro_batches, training)
+        """The schedule of a step, built and checked once per number of micro-batches."""
+        key = micro_batches, training
         if key not in self._schedules:
             schedule = build(self.plan.order, self.plan.shape(micro_batches), self.plan.knobs)
             schedule = schedule if training else forward_only(schedule)

@@ -50,6 +50,6 @@ def _blocks(peers: Peers, program: Sequence[Action]) -> list[list[Action]]:
                 blocks.append([])
             blocks[-1].append(action)
             divided = False
-        elif not action.is_transfer:
+        elif not action.is_transfer and action.op != "S":
             divided = True
     return blocks

@@ -38,8 +38,10 @@ from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.signals import AgreedSignals, save_last
 from lightning_afd.strategies.tracing import Figures, Tracer
+from lightning_afd.strategies.tuning import ChunkSize
 from lightning_afd.strategies.watch import activity_of
 from lightning_afd.timeline import Timeline
+from lightning_afd.tune import Tuning
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -57,6 +59,8 @@ class AFDStrategy(SavingStrategy):
     """
 
     strategy_name = "afd"
+    tuning = Tuning()
+    """How S_p is searched with reduce_chunk_bytes="auto"."""
 
     def __init__(self, **options: Any) -> None:
         own = {name: options.pop(name) for name in AFDConfig.__dataclass_fields__ if name in options}
@@ -158,7 +162,9 @@ class AFDStrategy(SavingStrategy):
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
         self._signals = None if trainer.state.fn == "predict" else AgreedSignals(trainer)
-        self._driver = Driver(self.engine, module, self.seeds, lambda: self._signals.wish() if self._signals else 0.0)
+        size = ChunkSize(self.config.reduce_chunk_bytes, self.tuning, self.engine, lambda: self.checkpoint_notes)
+        wish = self._signals.wish if self._signals is not None else lambda: 0.0
+        self._driver = Driver(self.engine, module, self.seeds, wish, size)
         self._tracer = Tracer(self.engine, self.config.trace, str(self._backend))
         assert self._groups is not None
         self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)
@@ -173,24 +179,11 @@ class AFDStrategy(SavingStrategy):
 
     def _make_engine(self, module: pl.LightningModule) -> tuple[Engine, Any]:
         """The engine of this rank, after all ranks have compared their plans."""
-        config = self.config
         try:
-            plan, layers = make_plan(
-                module,
-                self.layout,
-                order=config.order,
-                micro_batches=config.micro_batches,
-                knobs=config.knobs,
-                split_attention=config.splits_attention,
-                recompute=config.recompute,
-                recompute_experts=config.recompute_experts,
-                shared_experts=config.shared_experts,
-                router_z_loss=config.router_z_loss,
-                expert_bias_rate=config.expert_bias_rate,
-            )
+            plan, layers = make_plan(module, self.layout, order=self.config.order, **self.config.choices())
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
-        self.compare_plans(f"{plan!r}, trace={config.trace}")
+        self.compare_plans(f"{plan!r}, {self.config.agreed()}")
         return Engine(plan, self.global_rank, self.transport, self.transport), layers
 
     def _place(self, module: pl.LightningModule, layers: Sequence[MoELayer]) -> None:

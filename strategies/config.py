@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
@@ -79,6 +79,13 @@ class AFDConfig:
     """Every how many optimizer steps one is recorded: what every rank did when, and what explains it; 0: none."""
     trace_dir: str = "auto"
     """Folder of the recordings; "auto" is trace/ in the logger's folder, or in default_root_dir without a logger."""
+    reduce_chunk_bytes: int | Literal["auto"] | None = None
+    """S_p: dense gradients of attention ranks are summed in chunks of so many bytes, while the step still runs.
+
+    "auto" tunes it over the first steps of a fit, by step times alone; None sums them at the end of the step. The
+    gradients are the same but for rounding: with three or more attention ranks per group, the order in which a sum adds
+    its terms depends on the size of a message, so that a tuned job is not repeated bit for bit.
+    """
     weights_only: bool = True
     """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
@@ -101,6 +108,10 @@ class AFDConfig:
             raise MisconfigurationException(
                 f"trace={self.trace}: choose 0 (off) or every how many steps one is recorded"
             )
+        if self.reduce_chunk_bytes not in (None, "auto") and self.reduce_chunk_bytes < 1:
+            raise MisconfigurationException(
+                f"reduce_chunk_bytes={self.reduce_chunk_bytes}: choose 'auto', None or a number of bytes from 1 on"
+            )
         if self.micro_batches < 1:
             raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
         try:
@@ -120,6 +131,23 @@ class AFDConfig:
     def splits_attention(self) -> bool:
         """Whether backwards of attention segments are divided, input gradients first."""
         return self.split_attention and self.order == "zero-bubble" and self.recompute == "none"
+
+    def choices(self) -> dict[str, Any]:
+        """The fields of a Plan that follow from the options, whatever the layout and the order."""
+        names = (
+            "micro_batches",
+            "recompute",
+            "recompute_experts",
+            "shared_experts",
+            "router_z_loss",
+            "expert_bias_rate",
+        )
+        own = {name: getattr(self, name) for name in names}
+        return own | {"knobs": self.knobs, "split_attention": self.splits_attention}
+
+    def agreed(self) -> str:
+        """What all ranks must have chosen alike beside the plan."""
+        return f"reduce_chunk_bytes={self.reduce_chunk_bytes!r}, trace={self.trace}"
 
     def layout(self, world: int) -> Layout:
         """The layout of a job with `world` ranks; raises MisconfigurationException where they do not fit."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
@@ -75,6 +76,54 @@ def forward_only(schedule: Schedule) -> Schedule:
         for worker, program in schedule.programs.items()
     }
     return replace(schedule, programs=programs)
+
+
+def place_reduces(schedule: Schedule) -> Schedule:
+    """Give A workers the places (S) where chunks of their gradients may start to be summed over data replicas.
+
+    They begin behind the last backward (or weight gradient) of a segment, stand before each receive, when all that is
+    ready has been sent and the worker would wait, and one ends the program. Nothing else changes, so a program with
+    places is as free of deadlock as without. How many chunks there are is not known here: the places are the same for
+    any chunk size, and on all ranks of a worker.
+    """
+    shape = schedule.shape
+    programs = dict(schedule.programs)
+    for worker, program in schedule.programs.items():
+        if worker.role == "A" and program:
+            programs[worker] = tuple(_with_places(shape, worker, program))
+    return replace(schedule, programs=programs)
+
+
+def _with_places(shape: Shape, worker: Worker, program: tuple[Action, ...]) -> Iterator[Action]:
+    missing = Counter(a.layer for a in program if a.op == "A" and a.phase == _last_phase(shape, a.layer))
+    segments = sorted(missing)
+    number: Counter[int] = Counter()
+    moved = False
+    for action in program:
+        receives = action.is_transfer and shape.endpoints(action)[0] != worker
+        if receives and moved and not missing[segments[-1]]:
+            yield _place(shape, segments, missing, number)
+        moved = not receives
+        yield action
+        if action.op == "A" and action.phase == _last_phase(shape, action.layer):
+            missing[action.layer] -= 1
+    yield _place(shape, segments, missing, number)
+
+
+def _last_phase(shape: Shape, segment: int) -> str:
+    """The phase that completes the weight gradients of an attention segment."""
+    return "w" if shape.splits(segment) else "b"
+
+
+def _place(shape: Shape, segments: list[int], missing: Counter[int], number: Counter[int]) -> Action:
+    """The next place for chunks of the segments that are complete, counted from the last one."""
+    complete = segments[-1]
+    for segment in reversed(segments):
+        if missing[segment]:
+            break
+        complete = segment
+    number[complete] += 1
+    return Action("S", complete, "b", number[complete] - 1)
 
 
 def in_blocks(schedule: Schedule) -> Schedule:
