@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +71,14 @@ class Meter(Protocol):
         """A chunk has been summed that started at the mark `start`."""
 
 
+class _NobodyAsks:
+    """A meter for sums that nobody measures."""
+
+    def mark(self) -> None: ...
+
+    def reduced(self, start: Any, nbytes: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Flying:
     """A chunk on its way; `buffer` holds a copy of its pieces, or is the only one of them."""
@@ -99,7 +108,7 @@ class ChunkedSum:
         """S_p; None: this object is not used."""
         self.active = False
         """Whether the step that is in work is summed here."""
-        self.meter: Meter
+        self.meter: Meter = _NobodyAsks()
         self._collectives = collectives
         self._row = sorted(segments.items(), key=lambda item: -item[1])
         self._parameters: list[nn.Parameter] = []
@@ -269,7 +278,7 @@ class StepGradients:
         dense: Sequence[nn.Parameter],
         sums: ChunkedSum | None,
         collectives: Collectives,
-        around: Around,
+        around: Around = lambda nbytes: nullcontext(),
     ) -> None:
         self._around = around
         self._stash = GradientStash(parameters)

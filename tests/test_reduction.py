@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -108,11 +109,13 @@ def test_chunks_start_before_the_last_backward_one_at_a_time(monkeypatch: pytest
     job.sum_in_chunks(500)
     job.step(make_batches(2, 4))
     during = [place for place in places if place is not None]
-    spans = [span.action for span in job.engines[0].runtime.spans]
-    last = max(number for number, action in enumerate(spans) if (action.op, action.phase) == ("A", "b"))
-    assert spans.index(during[0]) < last - 4
+    runtime = job.engines[0].runtime
+    (last, *_) = (span.start for span in reversed(runtime.spans) if (span.action.op, span.action.phase) == ("A", "b"))
+    chunks = runtime.reduces
+    assert chunks[0].start < chunks[0].end < last and chunks[0].nbytes == 504  # whole numbers of 8 bytes
+    assert all(first.end <= second.start for first, second in pairwise(chunks[: len(during)]))
     assert len(set(during)) == len(during) >= 3 and len(places) > len(during)
-    assert [span.action for span in job.engines[2].runtime.spans if span.action.op == "S"] == []
+    assert {span.action.op for span in runtime.spans} == set("ADC") and job.engines[2].runtime.reduces == []
 
 
 def test_gradients_that_come_after_their_segment_was_complete_are_summed_too(monkeypatch: pytest.MonkeyPatch) -> None:
