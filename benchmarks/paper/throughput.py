@@ -115,7 +115,8 @@ def figure_10() -> Section:
             "deduplication on both sides the lead shrinks, and Megatron's best setting is no longer 1.59 times slower. "
             "The lead falls with the length: attention takes over, and transfers hide more easily everywhere. "
             f"DualPipe is as fast or faster in {sum(one.speedup('DualPipe, EP16') <= 1 for one in found)} of "
-            f"{len(found)} cases, long sequences and DeepSeek-MoE above all. At an efficiency of 0.45 DeepSeek-MoE, with "
+            f"{len(found)} cases, long sequences and DeepSeek-MoE above all. At an efficiency of 0.45 "
+            "DeepSeek-MoE, with "
             "the least work per byte, loses most of its lead over what deduplicates: half of the NICs carry all of its "
             "traffic.",
             "",
