@@ -33,7 +33,8 @@ VERDICT = (
 )
 ABLATION_VERDICT = (
     "With published shares the order of the parts agrees: each helps, chunks of the all-reduce more than attention in "
-    "the pipeline, which adds less than the 15 to 25 % claimed. From shapes the custom layer does not agree: it gains 1.2 "
+    "the pipeline, which adds less than the 15 to 25 % claimed. From shapes the custom layer does not "
+    "agree: it gains 1.2 "
     "instead of 2.05, and chunks of 1 MiB cost more than they hide, since each takes 150 us to start here. That start "
     "is an assumption, and with it the best S_p."
 )
