@@ -39,9 +39,10 @@ def figure_3() -> Section:
             "",
             *table(head, [("paper", "", "22%", "", "", "78%"), *rows]),
             *table(k_head, k_rows),
-            f"Agrees: on eight nodes within {abs(growth[-1] - 0.78):.2f}, on one within {abs(growth[0] - 0.22):.2f}, at the "
-            "efficiency published for NCCL's all-to-all and with a row per expert, as Megatron-LM sends it. A row per "
-            "node takes up to a fifth of the step away, most on two nodes; top-k then hardly matters, since a token "
+            f"Agrees: on eight nodes within {abs(growth[-1] - 0.78):.2f}, on one within {abs(growth[0] - 0.22):.2f}, "
+            "at the efficiency published for NCCL's all-to-all and with a row per expert, as Megatron-LM sends it. A "
+            "row per node takes up to a fifth of the step away, most on two nodes; top-k then hardly "
+            "matters, since a token "
             "visits every node anyway.",
         ],
     )
