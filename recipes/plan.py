@@ -50,7 +50,7 @@ SOLVERS = ("auto", "highs", "cbc")
 def shape_fields(model: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the chosen model, that of a Hugging Face folder included; raises PlanError without one."""
     fields = dict(model.get("config") or {})
-    if "pretrained" in model:
+    if model.get("pretrained") is not None:
         path = Path(model["pretrained"]) / "config.json"
         try:
             fields = json.loads(path.read_text()) | fields
