@@ -27,6 +27,7 @@ from lightning_afd.model.place import (
     keep_experts_and_tail,
     mark_placed,
     placed_at,
+    segments_of_dense,
     stub_embeddings,
 )
 from lightning_afd.model.port import Cut, forbid, install
@@ -34,11 +35,13 @@ from lightning_afd.model.routing import Router
 from lightning_afd.model.shared import WithShared
 from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.peers import Peers
-from lightning_afd.placement import ExpertMap, Worker
+from lightning_afd.placement import ExpertMap, Role, Worker
 from lightning_afd.plan import Plan
 from lightning_afd.receives import Receives
-from lightning_afd.runtime import Runtime
+from lightning_afd.reduction import ChunkedSum
+from lightning_afd.runtime import Handlers, Runtime
 from lightning_afd.schedule.actions import Step
+from lightning_afd.schedule.passes import with_places
 from lightning_afd.schedule.programs import Programs, evaluation_programs_of, programs_of
 from lightning_afd.segments import UserStep
 from lightning_afd.tail_rank import TailRank
@@ -73,9 +76,12 @@ class Engine:
         self.expert_counts: ExpertCounts
         self.device = torch.device("cpu")
         self.executed: Programs
-        """What all ranks have executed in the last step."""
+        """What all ranks have executed in the last step, without places for chunks of gradients."""
         self._transport = transport
         self._programs: dict[tuple[int, bool], Programs] = {}
+        self._with_places: dict[int, tuple[Step, ...]] = {}
+        self.sums: ChunkedSum | None = None
+        """Sums dense gradients during a step, on A ranks that are not alone in their group."""
         self._step = 0
         self.seed = 0
         """Seed of the job, that of rank 0."""
@@ -175,13 +181,19 @@ class Engine:
         host = self._install(root, decoder) if self.is_attention or self.has_tail else Host()
         self.attention = self._attention_role(layers, host, device) if self.is_attention else None
         self.experts = self._experts_role(layers, host) if self.has_experts else None
-        roles = {"A": self.attention, "F": self.experts}
-        tables = {
-            worker: role.handlers()
-            for worker in self.plan.layout.workers_of(self.rank)
-            if (role := roles[worker.role]) is not None
-        }
-        self.runtime = Runtime(self.rank, tables)
+        if self.is_attention and len(self.plan.layout.copies_of(self.rank)) > 1:
+            self.sums = ChunkedSum(segments_of_dense(root, decoder), self.collectives)
+        self.runtime = Runtime(self.rank, self._tables())
+        if self.sums is not None:
+            self.sums.meter = self.runtime
+
+    def _tables(self) -> dict[Worker, Handlers]:
+        """What this rank does for each action, as each of its workers."""
+        sums = {} if self.sums is None else self.sums.handlers()
+        attention = {} if self.attention is None else self.attention.handlers()
+        experts = {} if self.experts is None else self.experts.handlers()
+        by_role: dict[Role, Handlers] = {"A": {**attention, **sums}, "F": experts}
+        return {worker: by_role[worker.role] for worker in self.plan.layout.workers_of(self.rank)}
 
     def _attention_role(self, layers: Sequence[MoELayer], host: Host, device: torch.device) -> AttentionRank:
         maps, dedup = self.expert_maps(), self.plan.dedup
@@ -240,7 +252,7 @@ class Engine:
         `tail_results` what they returned.
         """
         self.executed = self.programs(micro_batches, training=training)
-        program = self.executed.by_worker[self.worker]
+        program = self.program(micro_batches, training=training)
         self._step += 1
         self.link.begin(self._step)
         receives = Receives(self.link, self._peers, program)
@@ -273,8 +285,14 @@ class Engine:
         return self._programs[key]
 
     def program(self, micro_batches: int, *, training: bool) -> tuple[Step, ...]:
-        """What this rank executes."""
-        return self.programs(micro_batches, training=training).by_worker[self.worker]
+        """What this rank executes, with places for chunks of gradients where it sums them on the way."""
+        programs = self.programs(micro_batches, training=training)
+        program = programs.by_worker[self.worker]
+        if not training or self.sums is None or not self.sums.active:
+            return program
+        if micro_batches not in self._with_places:
+            self._with_places[micro_batches] = with_places(programs.schedule.shape, program)
+        return self._with_places[micro_batches]
 
     @property
     def tokens(self) -> int:

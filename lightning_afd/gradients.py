@@ -49,10 +49,15 @@ class GradientStash:
             raise PlanError("backward ran twice for one training_step, but its gradients were made once: call it once")
         made = [(p, grad) for p, grad in zip(self._parameters, self._made, strict=True) if grad is not None]
         self._made = []
-        if made and not (scale.device.type == "cpu" and scale.item() == 1.0):
-            torch._foreach_mul_([grad for _, grad in made], scale)
+        multiply([grad for _, grad in made], scale)
         for parameter, grad in made:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a scalar, most often 1."""
+    if grads and not (factor.device.type == "cpu" and factor.item() == 1.0):
+        torch._foreach_mul_(list(grads), factor)
 
 
 class _Installer(torch.autograd.Function):
@@ -94,7 +99,14 @@ def sum_over_replicas(
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in buckets([parameter.grad for parameter in used if parameter.grad is not None]):
+    add_over_replicas([parameter.grad for parameter in used if parameter.grad is not None], collectives, around)
+
+
+def add_over_replicas(
+    grads: Sequence[Tensor], collectives: Collectives, around: Around = lambda nbytes: nullcontext()
+) -> None:
+    """Add gradients that all data replicas have, in place and in buckets, each inside of `around`."""
+    for bucket in buckets(grads):
         with around(sum(grad.nbytes for grad in bucket)):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             collectives.sum_over_replicas(flat)

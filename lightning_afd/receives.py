@@ -51,6 +51,6 @@ def _blocks(peers: Peers, program: Sequence[Step]) -> list[list[Action]]:
                 blocks.append([])
             blocks[-1].append(step.action)
             divided = False
-        elif not step.action.is_transfer:
+        elif not step.action.is_transfer and step.action.op != "S":
             divided = True
     return blocks

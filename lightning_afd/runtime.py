@@ -27,12 +27,15 @@ class Runtime:
         self._steps: list[Step] = []
         self._chunks: list[int] = []
         self._marks: list[Any] = []
-        """Start and end of each action, then of each chunk."""
+        """Start and end of each action."""
+        self._chunk_marks: list[Any] = []
+        """Start and end of each chunk."""
         self._current: tuple[Action | None, float] = None, time.perf_counter()
 
     def run(self, program: Sequence[Step]) -> None:
         """Execute the steps in order; an exception gets a note with rank, role, layer and micro-batch."""
-        self._measured_by, self._steps, self._chunks, self._marks = self.clock, [], [], []
+        self._measured_by, self._steps, self._marks = self.clock, [], []
+        self._chunks, self._chunk_marks = [], []
         self._measured_by.begin()
         now, mark = time.perf_counter, self._measured_by.mark
         for step in program:
@@ -44,22 +47,31 @@ class Runtime:
             except Exception as error:
                 error.add_note(f"rank {self._rank} ({step.worker}) failed in {action.place()}")
                 raise
-            self._marks += start, mark()
-            self._steps.append(step)
+            if action.op != "S":  # a place for a chunk, which is told apart (see reduced)
+                self._marks += start, mark()
+                self._steps.append(step)
         self._current = None, now()
 
     @contextmanager
     def reducing(self, nbytes: int) -> Iterator[None]:
         """Around the sum of one chunk of gradients over replicas, behind a program."""
-        start = self._measured_by.mark()
+        start = self.mark()
         yield
-        self._marks += start, self._measured_by.mark()
+        self.reduced(start, nbytes)
+
+    def mark(self) -> Any:
+        """The present, for `reduced`."""
+        return self._measured_by.mark()
+
+    def reduced(self, start: Any, nbytes: int) -> None:
+        """A chunk of gradients, on its way since `start`, has been found to be summed."""
+        self._chunk_marks += start, self.mark()
         self._chunks.append(nbytes)
 
     @property
     def times(self) -> list[float]:
         """Start and end (perf_counter) of each action of the last program that came to an end."""
-        return self._measured_by.seconds(self._marks[: 2 * len(self._steps)])
+        return self._measured_by.seconds(self._marks)
 
     @property
     def spans(self) -> list[Span]:
@@ -71,8 +83,8 @@ class Runtime:
 
     @property
     def reduces(self) -> list[Reduce]:
-        """The chunks that were summed behind it."""
-        times = self._measured_by.seconds(self._marks[2 * len(self._steps) :])
+        """The chunks of gradients that were summed in it and behind it."""
+        times = self._measured_by.seconds(self._chunk_marks)
         chunks = zip(self._chunks, times[::2], times[1::2], strict=True)
         return [Reduce(number, self._rank, start, end, size) for number, (size, start, end) in enumerate(chunks)]
 

@@ -83,7 +83,7 @@ class Load:
     many times as long, since everyone waits for that rank."""
     reduce: Callable[[Worker, int], float] = lambda worker, layer: 0
     """Seconds of the all-reduce of a layer's gradients between the ranks of a worker; it starts behind the layer's last
-    backward or weight gradient."""
+    backward or weight gradient, or at the first place (S) behind it in schedules that have such places."""
     chunks: Chunks | None = None
     """How reduces share the lanes of transfers; without it they have one of their own."""
     machine: Machine = apart
@@ -248,9 +248,11 @@ class _Run:
         while self._places[worker] < len(program):
             action = program[self._places[worker]]
             self._places[worker] += 1
-            if not action.is_transfer:
+            if action.op == "S":
+                self.done[worker].append((action, now, now))
+            elif not action.is_transfer:
                 return self._compute(worker, action, now)
-            if worker == shape.endpoints(action)[0]:
+            elif worker == shape.endpoints(action)[0]:
                 self._send(worker, action, now)
             elif action not in self._arrived:
                 self._waiting[action] = worker, now
@@ -335,7 +337,9 @@ class _Run:
         found = []
         for worker, done in self.done.items():
             last = {action.layer: (end, action) for action, _, end in done if makes_gradients(action)}
-            for layer, (asked, action) in last.items():
+            places = [(action.layer, end) for action, _, end in done if action.op == "S"]
+            for layer, (end, action) in last.items():
+                asked = min((time for complete, time in places if complete <= layer), default=end)
                 seconds = self._load.reduce(worker, layer)
                 if seconds:
                     lane: Lane = (self._load.machine(worker), None, "reduce")

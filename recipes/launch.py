@@ -147,6 +147,7 @@ def external_rank() -> int | None:
 
 def _worker_command(recipe: str, config: DictConfig) -> list[str]:
     file = Path(config.output_dir) / CONFIG_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)  # Hydra makes its own folder only
     OmegaConf.save(config, file)
     return [sys.executable, "-m", "lightning_afd.recipes.worker", recipe, str(file)]
 

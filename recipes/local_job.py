@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_afd.engine import Engine
-from lightning_afd.gradients import sum_over_replicas
-from lightning_afd.model.place import dense_parameters
+from lightning_afd.model.place import dense_parameters, owned_parameters
 from lightning_afd.model.split import find_moe_layers
 from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.plan import make_plan
+from lightning_afd.reduction import StepGradients
 from lightning_afd.segments import UserStep
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 
@@ -62,6 +62,7 @@ class LocalJob:
         self.network = network or LocalNetwork(layout)
         self.engines: list[Engine] = []
         self.models: list[nn.Module] = []
+        self._gradients: list[StepGradients] = []
         self._whole = model
         for rank in range(layout.world):
             own = copy.deepcopy(model)
@@ -72,6 +73,16 @@ class LocalJob:
             engine.connect(own, layers, torch.device("cpu"))
             self.engines.append(engine)
             self.models.append(own)
+            owned = [parameter for _, parameter in owned_parameters(own)]
+            self._gradients.append(
+                StepGradients(owned, dense_parameters(own), engine.sums, engine.collectives, engine.runtime.reducing)
+            )
+
+    def sum_in_chunks(self, chunk_bytes: int | None) -> None:
+        """Let the next steps sum dense gradients over replicas in such chunks on the way; None: at their end."""
+        for engine in self.engines:
+            if engine.sums is not None:
+                engine.sums.chunk_bytes = chunk_bytes
 
     def run(
         self, work: Sequence[Sequence[UserStep]], *, tails: Sequence[Sequence[UserStep]] = (), training: bool = True
@@ -110,8 +121,12 @@ class LocalJob:
 
         work = [steps(rank, layout.index_of(rank)) for rank in range(layout.groups * layout.attention)]
         tails = [steps(layout.tail_rank(replica), replica) for replica in range(layout.attention)]
+        for gradients in self._gradients:
+            gradients.begin(last=True)
         results = self.run(work, tails=tails)
-        self._on_all(self._sum_replicas)
+        for gradients in self._gradients:
+            gradients.end()
+        self._on_all(lambda rank: self._gradients[rank].install(torch.ones(()), last=True))
         losses = [
             loss.item() * step.weight
             for steps, mine in zip(work, results, strict=False)
@@ -131,10 +146,6 @@ class LocalJob:
 
     def _on_all(self, function: Callable[[int], Any]) -> list[Any]:
         return self.network.run([lambda rank=rank: function(rank) for rank in range(self.layout.world)])  # type: ignore[misc]
-
-    def _sum_replicas(self, rank: int) -> None:
-        engine = self.engines[rank]
-        sum_over_replicas(dense_parameters(self.models[rank]), engine.collectives, engine.runtime.reducing)
 
 
 def gradients_of(model: nn.Module) -> Gradients:

@@ -1,5 +1,6 @@
 """Plan a training job: `lightning-afd plan model=... cluster=...`. Needs neither a GPU nor torch."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,20 @@ def run(config: DictConfig) -> None:
 SOLVERS = ("auto", "highs", "cbc")
 
 
+def shape_fields(model: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the chosen model, that of a Hugging Face folder included; raises PlanError without one."""
+    fields = dict(model.get("config") or {})
+    if model.get("pretrained") is not None:
+        path = Path(model["pretrained"]) / "config.json"
+        try:
+            fields = json.loads(path.read_text()) | fields
+        except (OSError, ValueError) as error:
+            raise PlanError(f"model.pretrained={model['pretrained']}: {path} can't be read: {error}") from error
+    if "model_type" not in fields:
+        raise PlanError("this model has no shape in conf/model: choose one with a config, qwen3_235b_a22b for example")
+    return fields
+
+
 def requested(config: DictConfig) -> Any:
     """The request that the settings describe; raises PlanError for values that mean nothing."""
     from lightning_afd.allocate.request import RUNGS, Request
@@ -54,9 +69,7 @@ def requested(config: DictConfig) -> Any:
     from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices
 
     settings: Any = OmegaConf.to_container(config, resolve=True)
-    data, fields = settings["data"], settings["model"].get("config")
-    if not fields:
-        raise PlanError("this model has no shape in conf/model: choose one with a config, qwen3_235b_a22b for example")
+    data, fields = settings["data"], shape_fields(settings["model"])
     for name in ("seq_len", "rows", "global_batch"):
         if not isinstance(data[name], int) or data[name] < 1:
             raise PlanError(f"data.{name}={data[name]}: a whole number of at least 1 is needed")

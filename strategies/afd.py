@@ -43,8 +43,10 @@ from lightning_afd.strategies.scaler import loss_scale, share_found_inf
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.stopping import StoppingStrategy
 from lightning_afd.strategies.tracing import Figures, Tracer
+from lightning_afd.strategies.tuning import ChunkSize
 from lightning_afd.strategies.watch import activity_of
 from lightning_afd.timeline import Timeline
+from lightning_afd.tune import Tuning
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -65,6 +67,8 @@ class AFDStrategy(StoppingStrategy):
     config_type: type[AFDConfig] | type[EPConfig] = AFDConfig
     order: str
     """Order of the schedule."""
+    tuning = Tuning()
+    """How S_p is searched with reduce_chunk_bytes="auto"."""
 
     def __init__(self, **options: Any) -> None:
         own = {name: options.pop(name) for name in self.config_type.__dataclass_fields__ if name in options}
@@ -172,7 +176,8 @@ class AFDStrategy(StoppingStrategy):
         self.engine.connect(module, layers, self.root_device)
         self.seeds = Seeds(self.engine.seed, self.layout.index_of(self.global_rank))
         self._listen(trainer)
-        self._driver = Driver(self.engine, module, self.seeds, self._wish)
+        size = ChunkSize(self.config.reduce_chunk_bytes, self.tuning, self.engine, lambda: self.checkpoint_notes)
+        self._driver = Driver(self.engine, module, self.seeds, self._wish, size)
         self._tracer = Tracer(self.engine, self.config.trace, str(self._backend))
         assert self._groups is not None
         self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)

@@ -61,6 +61,13 @@ class TrainingConfig:
     """Every how many optimizer steps one is recorded: what every rank did when, and what explains it; 0: none."""
     trace_dir: str = "auto"
     """Folder of the recordings; "auto" is trace/ in the logger's folder, or in default_root_dir without a logger."""
+    reduce_chunk_bytes: int | Literal["auto"] | None = None
+    """S_p: dense gradients of attention ranks are summed in chunks of so many bytes, while the step still runs.
+
+    "auto" tunes it over the first steps of a fit, by step times alone; None sums them at the end of the step. The
+    gradients are the same but for rounding: with three or more attention ranks per group, the order in which a sum adds
+    its terms depends on the size of a message, so that a tuned job is not repeated bit for bit.
+    """
     weights_only: bool = True
     """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
@@ -75,6 +82,10 @@ class TrainingConfig:
             raise MisconfigurationException(
                 f"trace={self.trace}: choose 0 (off) or every how many steps one is recorded"
             )
+        if self.reduce_chunk_bytes not in (None, "auto") and self.reduce_chunk_bytes < 1:
+            raise MisconfigurationException(
+                f"reduce_chunk_bytes={self.reduce_chunk_bytes}: choose 'auto', None or a number of bytes from 1 on"
+            )
 
     @property
     def divides_optimizers(self) -> bool:
@@ -88,7 +99,7 @@ class TrainingConfig:
 
     def agreed(self) -> str:
         """What all ranks must have chosen alike beside the plan."""
-        return f"trace={self.trace}"
+        return f"reduce_chunk_bytes={self.reduce_chunk_bytes!r}, trace={self.trace}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from lightning_afd.batch import loss_weight, merge_outputs, rows_or_one, split_batch, tensors_in
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
-from lightning_afd.gradients import GradientStash, installing_loss, sum_over_replicas
+from lightning_afd.gradients import installing_loss
 from lightning_afd.model.place import dense_parameters, owned_parameters
 from lightning_afd.namespace import MisconfigurationException, namespace_of
+from lightning_afd.reduction import StepGradients
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.loaders import has_no_rows
 from lightning_afd.strategies.metric_objects import MetricObjects
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import Exchange, Key, Logged, Recorder
 from lightning_afd.strategies.tails import NOTHING, TailErrands, Work
+from lightning_afd.strategies.tuning import ChunkSize
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -50,17 +52,26 @@ class Driver:
     """Runs a module's steps on this rank: as coroutines on A ranks, as expert work (and tails) on F ranks."""
 
     def __init__(
-        self, engine: Engine, module: pl.LightningModule, seeds: Seeds, wish_of_rank: Callable[[], float]
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        seeds: Seeds,
+        wish_of_rank: Callable[[], float],
+        chunk_size: ChunkSize,
     ) -> None:
         self.engine = engine
         self.stats: StepStats | None = None
         self.wish = 0.0
         """The largest wish of all ranks at the end of the last batch (see AgreedSignals)."""
+        self.chunk_size = chunk_size
+        """S_p, and what its search has found."""
+        self._seconds: float | None = None  # of the last batch that ended a window, up to its summed gradients
         self._wish_of_rank = wish_of_rank
         self._module = module
         self._parameters = [parameter for _, parameter in owned_parameters(module)]
-        self._dense = dense_parameters(module)
-        self._stash = GradientStash(self._parameters)
+        self._gradients = StepGradients(
+            self._parameters, dense_parameters(module), engine.sums, engine.collectives, engine.runtime.reducing
+        )
         move = namespace_of(module).fabric("utilities.apply_func").move_data_to_device
         self._errands = TailErrands(engine, partial(move, device=module.device))
         self._has_worked = False
@@ -80,6 +91,8 @@ class Driver:
 
         `loss_scale` multiplies the loss in the pipeline's backward; it is taken out where gradients are installed.
         """
+        self.chunk_size.next_step(self._seconds)
+        self._seconds = None
         start = time.perf_counter()
         pieces = self._split(args[0]) if self.engine.is_attention else []
         weights = [self._weight(piece) for piece in pieces]
@@ -91,17 +104,18 @@ class Driver:
             seeds=[self._seeds.next() for _ in pieces],
             loss_scale=loss_scale,
         )
-        self._stash.begin()
+        last = last_of_window()
+        self._gradients.begin(last=last)
         with self._recorder.capture(self._module):
             results = self._run(partial(self._steps, self._module.training_step, around), work, agreed.micro_batches)
-        self._stash.end()
+        self._gradients.end()
         done = zip(results, work.weights, strict=True) if self.engine.leads else ()
         losses = [_loss_value(result) * weight for result, weight in done if weight]
         with around():  # where Lightning itself would log: metrics take the default dtype of this context
             own = (sum(losses, torch.zeros(())), time.perf_counter() - start)
             loss = self._share(*own, speaks=self.engine.has_tail, by_rows=False)
             self._log_z_loss()
-        made = installing_loss(loss, partial(self._install, loss_scale, last_of_window))
+        made = installing_loss(loss, partial(self._install, start, loss_scale, last))
         return merge_outputs(results, weights, made) if self.engine.leads else made
 
     def evaluate(self, function: Callable[..., Any], args: Sequence[Any], around: Around) -> Any:
@@ -205,10 +219,12 @@ class Driver:
             key = Key("router_z_loss", "mean", str(torch.get_default_dtype()).removeprefix("torch."), ())
             Logged(key, self.stats.z_loss, batch_size=1).replay(self._module, self.metrics)
 
-    def _install(self, loss_scale: float, last_of_window: Callable[[], bool], scale: Tensor) -> None:
-        self._stash.install(scale / loss_scale)
-        if last_of_window():
-            sum_over_replicas(self._dense, self.engine.collectives, self.engine.runtime.reducing)
+    def _install(self, start: float, loss_scale: float, last: bool, scale: Tensor) -> None:
+        self._gradients.install(scale / loss_scale, last=last)
+        if last and self.chunk_size.searches:
+            if scale.device.type == "cuda":
+                torch.cuda.synchronize(scale.device)
+            self._seconds = time.perf_counter() - start
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -11,6 +11,7 @@ from local_job import Batches, Gradients, LocalJob, make_batches, micro_batch_lo
 from tiny import TinyMoE, TinyRouter, tiny
 from torch import Tensor, nn
 
+from lightning_afd import reduction
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.ffn_rank import FFNRank
@@ -18,7 +19,6 @@ from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.place import owned_bytes
 from lightning_afd.placement import Layout
 from lightning_afd.plan import Plan
-from lightning_afd.recipes import local_job as job_module
 from lightning_afd.schedule.orders import ORDERS
 
 LAYOUTS = [(1, 1), (2, 2), (1, 2), (3, 1)]
@@ -182,7 +182,7 @@ def test_comparison_sees_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert broken(ExpertShard, "backward", without_dw) > 1e-3
     assert broken(FFNRank, "_answer", without_rows_of_the_last_rank) > 1e-3
-    assert broken(job_module, "sum_over_replicas", lambda *args: None) > 1e-3
+    assert broken(reduction, "sum_over_replicas", lambda *args: None) > 1e-3
     assert broken(ExpertShard, "weight_gradient", lambda shard, pending: shard.zero_missing_gradients()) == 1.0
 
 

@@ -18,12 +18,12 @@ from tiny import TinyMoE, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_afd import reduction
 from lightning_afd.attention_hops import AttentionHops
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.port import Foreign
 from lightning_afd.model.routing import Route
 from lightning_afd.placement import Layout
-from lightning_afd.recipes import local_job
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS
 from lightning_afd.schedule.together import TOGETHER_ORDERS
@@ -180,7 +180,7 @@ WHOLE = Case(
         (ExpertShard, "weight_gradient", without_weight_gradient),
         (AttentionHops, "_hop_gradient", without_gradient_of_the_base),
         (Foreign, "_stand_in", nothing),  # the layers of other groups are left out of the model's collector
-        (local_job, "sum_over_replicas", nothing),
+        (reduction, "sum_over_replicas", nothing),
     ],
 )
 def test_one_case_fails_where_something_is_broken(

@@ -11,11 +11,11 @@ from port_cases import refusal
 from tiny import TinyLayer, TinyMLP, TinyMoE, TinyOutput, tiny, tiny_hf
 from torch import Tensor, nn
 
+from lightning_afd import reduction
 from lightning_afd.errors import PlanError
 from lightning_afd.model.place import is_owned
 from lightning_afd.model.port import suspended_layers
 from lightning_afd.placement import Head, Layout
-from lightning_afd.recipes import local_job as job_module
 from lightning_afd.recipes.survey import language_loss
 from lightning_afd.schedule.orders import ORDERS
 from lightning_afd.segments import MicroBatch
@@ -243,4 +243,4 @@ def test_comparison_sees_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert broken(MicroBatch, "take_back", lambda self, dh: take_back(self, torch.zeros_like(dh))) > 1e-3
     assert broken(MicroBatch, "fill_in", lambda self, layer, logits: self.stand_ins[layer].detach().zero_()) > 1e-6
     assert broken(MicroBatch, "logits_leaf", lambda self, layer: None) > 1e-6
-    assert broken(job_module, "sum_over_replicas", lambda *args: None) > 1e-3
+    assert broken(reduction, "sum_over_replicas", lambda *args: None) > 1e-3

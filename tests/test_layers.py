@@ -24,7 +24,7 @@ PURE = (
     *("cost", "backlog", "simulate", "baselines", "allocate", "tune", "report"),
 )
 TORCH = (
-    *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "optimizer", "plan"),
+    *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "reduction", "optimizer", "plan"),
     *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank"),
     *("engine", "rehearsal", "checkpoint", "measure"),
 )

@@ -133,7 +133,7 @@ def test_attention_rank_frees_answers_once_they_are_added(monkeypatch: pytest.Mo
     for action in ("A1f0", "A2f0", "A1b0", "A0b0", "A0b1"):
         before(job, 0, action, lambda: seen.append(alive.count("message to 0")))
     job.step(make_batches(1, 2))
-    assert seen == [0] * 5 and alive.watched() == 32  # in a first step each message has one before that announces it
+    assert seen == [0] * 5 and alive.watched() == 32  # announced and sent
 
 
 def test_ffn_rank_frees_activations_with_the_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from port_cases import CheckpointedLayer, refusal
 from tiny import TinyBlock, TinyMoE, TinyRouter, tiny, tiny_hf
 from torch import Tensor, nn
 
+from lightning_afd import reduction
 from lightning_afd.model import routing
 from lightning_afd.model.place import dense_parameters, is_expert, is_owned
 from lightning_afd.model.shared import WithShared
 from lightning_afd.placement import Layout
-from lightning_afd.recipes import local_job as job_module
 from lightning_afd.recipes.survey import language_loss
 from lightning_afd.recipes.tiny_models import build
 from lightning_afd.schedule.orders import ORDERS
@@ -206,7 +206,7 @@ def test_comparison_sees_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(target, name, value)
             return difference(model, ONE_TWO, batches)
 
-    assert broken(job_module, "sum_over_replicas", lambda *args: None) > 1e-3  # one A rank: only F ranks need the sum
+    assert broken(reduction, "sum_over_replicas", lambda *args: None) > 1e-3  # one A rank: only F ranks need the sum
     assert broken(WithShared, "backward", without_dw) > 1e-3
     assert broken(routing, "_turns", lambda hit_NT: torch.zeros_like(turns(hit_NT))) > 1e-3
 

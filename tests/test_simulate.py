@@ -14,7 +14,7 @@ from lightning_afd.errors import PlanError, ScheduleError
 from lightning_afd.placement import HEADS, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS, build
-from lightning_afd.schedule.passes import forward_only, in_blocks
+from lightning_afd.schedule.passes import forward_only, in_blocks, place_reduces
 from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.simulate import Link, Load, Simulation, by_kind, collocated, simulate
 
@@ -106,6 +106,16 @@ def test_a_layer_is_reduced_behind_its_last_gradient(split: bool) -> None:
     drawn = [(reduce.rank, reduce.start, reduce.end) for reduce in simulation.timeline.reduces]
     assert drawn == [(0, reduce.start, reduce.end) for reduce in simulation.reduces]
     assert simulation.seconds == free
+
+
+def test_a_schedule_with_places_reduces_at_the_first_one_behind_a_layer() -> None:
+    shape = Shape(layers=2, micro_batches=2)
+    costs = dataclasses.replace(load(shape), reduce=lambda worker, layer: 50 if worker.role == "A" else 0)
+    without, placed = (simulate(s, costs) for s in (build("af-pipe", shape), place_reduces(build("af-pipe", shape))))
+    places = {span.action: span.start for span in placed.timeline.spans if span.action.op == "S"}
+    assert [reduce.asked for reduce in placed.reduces] == [places[Action("S", layer, "b", 0)] for layer in (2, 1, 0)]
+    assert [reduce.start for reduce in placed.reduces] == [reduce.start for reduce in without.reduces]
+    assert placed.seconds == without.seconds
 
 
 def test_what_is_held_and_what_came_early() -> None:

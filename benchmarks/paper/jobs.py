@@ -87,5 +87,5 @@ def costs_on(job: Job, experts: int) -> Costs:
 def shares(job: Job, experts: int) -> tuple[float, float, float]:
     """Shares of a step's time that attention, experts and all-to-all take where nothing is overlapped (0..1)."""
     costs = costs_on(job, experts)
-    parts = costs.seconds_of("A"), costs.seconds_of("E"), costs.work()[1][0]
+    parts = costs.seconds_of("A"), costs.seconds_of("E"), costs.seconds_of("D", "C")
     return parts[0] / sum(parts), parts[1] / sum(parts), parts[2] / sum(parts)

@@ -219,16 +219,18 @@ class Costs:
             found[worker.group] += scheduled_activations(self.part, worker, program)
         return max(found)
 
-    def seconds_of(self, op: Op) -> float:
-        """Seconds of all A, or all E, actions of one micro-batch of the shape."""
-        return sum(seconds for (own, _, _), seconds in self._seconds.items() if own == op)
+    def seconds_of(self, *ops: Op) -> float:
+        """Sum over all layers and phases of the actions of one micro-batch of the shape, transfers without latency."""
+        return sum(seconds for (op, _, _), seconds in (self._seconds | self._busy).items() if op in ops)
 
     def work(self) -> tuple[list[float], list[float]]:
         """Seconds of computation, and of sending, of each stage for one micro-batch of the shape."""
         compute, network = ([0.0] * self.shape.groups for _ in range(2))
         for parity in range(self.shape.directions):
             for seconds, found in ((self._seconds, compute), (self._busy, network)):
-                for (_, layer, _), value in seconds.items():
+                for (op, layer, _), value in seconds.items():
+                    if op == "H" and not self.shape.hops(layer):
+                        continue
                     found[self.shape.stage_of(layer, parity)] += value / self.shape.directions
         return compute, network
 

@@ -39,6 +39,19 @@ def dense_parameters(root: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in owned_parameters(root) if not is_expert(parameter)]
 
 
+def segments_of_dense(root: nn.Module, decoder: Sequence[DecoderLayer]) -> dict[nn.Parameter, int]:
+    """The attention segment of each dense parameter that this rank trains: the first one that has it, whose backward is
+    the last to add to its gradient. Where user code does otherwise cannot be seen here.
+    """
+    parts = [(parameter, layer.segment) for layer in decoder for parameter in layer.layer.parameters()]
+    for module, tail in _outside(root, decoder):
+        parts += [(parameter, _tail_of(decoder) if tail else 0) for parameter in module.parameters(recurse=False)]
+    first: dict[nn.Parameter, int] = {}
+    for parameter, segment in parts:
+        first[parameter] = min(segment, first.get(parameter, segment))
+    return {parameter: first[parameter] for parameter in dense_parameters(root)}
+
+
 def is_first_copy(parameter: Tensor, layout: Layout, rank: int) -> bool:
     """Whether a parameter that this rank trains is to be counted, or saved, here and not on an earlier rank."""
     return is_expert(parameter) or layout.copies_of(rank)[0] == rank

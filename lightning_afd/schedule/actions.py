@@ -9,6 +9,7 @@
 | T | the tail (norm, head, loss) where F ranks run it, as segment `layers` | f, b |
 | H | hop of the base (residual stream + shared experts) between A groups, or of hidden states to a tail on F | f, b |
 | L | router logits of other workers to and from the tail | f, b |
+| S | place in an A program where chunks of the gradients of segments from `layer` on may go, numbered | b |
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Literal, cast
 
 from lightning_afd.placement import Worker
 
-Op = Literal["A", "E", "T", "D", "C", "H", "L"]
+Op = Literal["A", "E", "T", "D", "C", "H", "L", "S"]
 Phase = Literal["f", "b", "w"]
+_PHASES = {"A": "fbw", "E": "fbw", "S": "b"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Action:
 
     def place(self) -> str:
         """`A3f0: layer 3, micro-batch 0`, as errors name it."""
+        if self.op == "S":
+            return f"{self}: chunks of the gradients of segments from {self.layer} on, place {self.micro_batch}"
         return f"{self}: layer {self.layer}, micro-batch {self.micro_batch}"
 
     @property
@@ -47,11 +51,11 @@ class Action:
     @classmethod
     def parse(cls, name: str) -> Action:
         """Read `str(action)` back; raises ValueError for anything else."""
-        match = re.fullmatch(r"([AETDCHL])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
-        if match is None or (match[3] == "w" and match[1] not in "AE"):
+        match = re.fullmatch(r"([AETDCHLS])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
+        if match is None or match[3] not in _PHASES.get(match[1], "fb"):
             raise ValueError(
-                f"{name!r} is no action: expected an op of A E T D C H L, a layer, a phase f or b (w only for A and E) "
-                "and a micro-batch, as in A3f0"
+                f"{name!r} is no action: expected an op of A E T D C H L S, a layer, a phase f or b (w only for A and "
+                "E, b alone for S) and a micro-batch, as in A3f0"
             )
         return cls(cast(Op, match[1]), int(match[2]), cast(Phase, match[3]), int(match[4]))
 

@@ -9,7 +9,7 @@ from lightning_afd.errors import ScheduleError
 from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.passes import Channel, channel_of
-from lightning_afd.schedule.shape import Schedule
+from lightning_afd.schedule.shape import Schedule, Shape
 from lightning_afd.schedule.together import Together
 
 TRAINING = frozenset("fbw")
@@ -20,8 +20,8 @@ def check(schedule: Schedule) -> None:
     """Raise ScheduleError unless the programs can be executed, whatever the timing.
 
     Every action of the shape (of its forward phase, for an evaluation schedule) stands exactly once in each program
-    where it belongs; with sends that don't block and receives that do, all programs come to their end; and on each
-    channel the receives have the order of the sends.
+    where it belongs, and places for reduce chunks (S) only where their segments belong; with sends that don't block
+    and receives that do, all programs come to their end; and on each channel the receives have the order of the sends.
     """
     check_complete(schedule)
     check_executable(schedule)
@@ -46,7 +46,15 @@ def check_complete(schedule: Schedule) -> None:
             for worker in schedule.shape.places(action):
                 expected[worker].add(action)
     for worker in workers:
+        expected[worker] |= {
+            action for action in schedule.programs[worker] if _is_place(schedule.shape, worker, action)
+        }
         _check_program(schedule, worker, expected[worker])
+
+
+def _is_place(shape: Shape, worker: Worker, action: Action) -> bool:
+    """Whether an action is a place for reduce chunks of this worker; a program may have any number of them."""
+    return action.op == "S" and action.layer <= shape.layers and shape.owner(action) == worker
 
 
 def _check_program(schedule: Schedule, worker: Worker, expected: set[Action]) -> None:
@@ -168,7 +176,7 @@ def in_flight(schedule: Schedule, worker: Worker) -> int:
     The last one is the backward on A, the weight gradient on F, the forward itself in an evaluation schedule. This
     is what the schedule needs, and so the default and the least credit.
     """
-    computation = [action for action in schedule.programs[worker] if not action.is_transfer]
+    computation = [action for action in schedule.programs[worker] if not action.is_transfer and action.op != "S"]
     left = Counter((action.layer, action.micro_batch) for action in computation)
     held: set[tuple[int, int]] = set()
     most = 0

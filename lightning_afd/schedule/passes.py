@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from lightning_afd.errors import ScheduleError
 from lightning_afd.placement import Worker
-from lightning_afd.schedule.actions import Action, Op, Phase
+from lightning_afd.schedule.actions import Action, Op, Phase, Step
 from lightning_afd.schedule.shape import Schedule, Shape
 
 Channel = tuple[str, str, Worker, Worker]
@@ -76,6 +76,65 @@ def forward_only(schedule: Schedule) -> Schedule:
         for worker, program in schedule.programs.items()
     }
     return replace(schedule, programs=programs)
+
+
+def place_reduces(schedule: Schedule) -> Schedule:
+    """Give A workers the places (S) where chunks of their gradients may start to be summed over data replicas.
+
+    They begin behind the last backward (or weight gradient) of a segment, stand before each receive, when all that is
+    ready has been sent and the worker would wait, and one ends the program. Nothing else changes, so a program with
+    places is as free of deadlock as without. How many chunks there are is not known here: the places are the same for
+    any chunk size, and on all ranks of a worker.
+    """
+    programs = dict(schedule.programs)
+    for worker, program in schedule.programs.items():
+        if worker.role == "A" and program:
+            placed = with_places(schedule.shape, [Step(worker, action) for action in program])
+            programs[worker] = tuple(step.action for step in placed)
+    return replace(schedule, programs=programs)
+
+
+def with_places(shape: Shape, program: Sequence[Step]) -> tuple[Step, ...]:
+    """The same for the program of a rank with attention, which may have experts, too."""
+    return tuple(_with_places(shape, program))
+
+
+def _with_places(shape: Shape, program: Sequence[Step]) -> Iterator[Step]:
+    worker = next(step.worker for step in program if step.worker.role == "A")
+    lasts = [step.action.layer for step in program if _completes(shape, step.action)]
+    missing, segments = Counter(lasts), sorted(set(lasts))
+    number: Counter[int] = Counter()
+    moved = False
+    for step in program:
+        receives = shape.receives(step.worker, step.action)
+        if receives and moved and not missing[segments[-1]]:
+            yield Step(worker, _place(shape, segments, missing, number))
+        moved = not receives
+        yield step
+        if _completes(shape, step.action):
+            missing[step.action.layer] -= 1
+    yield Step(worker, _place(shape, segments, missing, number))
+
+
+def _completes(shape: Shape, action: Action) -> bool:
+    """Whether an action is one of those that complete the weight gradients of an attention segment."""
+    return action.op == "A" and action.phase == _last_phase(shape, action.layer)
+
+
+def _last_phase(shape: Shape, segment: int) -> str:
+    """The phase that completes the weight gradients of an attention segment."""
+    return "w" if shape.splits(segment) else "b"
+
+
+def _place(shape: Shape, segments: list[int], missing: Counter[int], number: Counter[int]) -> Action:
+    """The next place for chunks of the segments that are complete, counted from the last one."""
+    complete = segments[-1]
+    for segment in reversed(segments):
+        if missing[segment]:
+            break
+        complete = segment
+    number[complete] += 1
+    return Action("S", complete, "b", number[complete] - 1)
 
 
 def in_blocks(schedule: Schedule) -> Schedule:

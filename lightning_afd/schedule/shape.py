@@ -57,7 +57,7 @@ class Shape:
         return Worker("F", layer % self.groups)
 
     def owner(self, action: Action) -> Worker:
-        """The worker that computes an A, E or T action."""
+        """The worker that computes an A, E or T action, or reduces (S)."""
         if action.op == "T":
             return self.tail
         return self.experts(action.layer) if action.op == "E" else self.attention(action.layer)
@@ -132,6 +132,10 @@ class Shape:
                 return (Action("E", layer, "b", m),)
             case "Aw" if self.splits(layer):
                 return (Action("A", layer, "b", m),)
+            case "Sb" if m > 0:
+                return (Action("S", layer, "b", m - 1),)
+            case "Sb" if layer <= self.layers:
+                return tuple(self._gradients_from(layer))
         raise ValueError(f"{action} has no meaning: op {action.op!r} has no phase {action.phase!r}")
 
     def _before_forward(self, segment: int, m: int) -> tuple[Action, ...]:
@@ -149,6 +153,17 @@ class Shape:
 
     def _logits(self, m: int) -> tuple[Action, ...]:
         return tuple(Action("L", layer, "f", m) for layer in range(self.layers) if self.sends_logits(layer))
+
+    def _gradients_from(self, segment: int) -> Iterator[Action]:
+        """The last actions on the gradients of a segment and of those behind it on the same worker.
+
+        Each backward has waited for those of the segments behind; only weight gradients may have been put off.
+        """
+        behind = range(segment, self.layers + 1) if self.split_attention else (segment,)
+        for other in behind:
+            if self.attention(other) == self.attention(segment):
+                phase: Phase = "w" if self.splits(other) else "b"
+                yield from (Action("A", other, phase, m) for m in range(self.micro_batches))
 
     def _tail(self, phase: Phase, m: int) -> Action:
         """The action that runs the tail."""

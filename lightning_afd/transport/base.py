@@ -25,6 +25,13 @@ class Incoming(Protocol):
         """Block until the message is there; returns the posted buffer (uint8, possibly longer than the message)."""
 
 
+class Pending(Incoming, Protocol):
+    """A sum that has been started."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once; costs next to nothing and does not wait for the device."""
+
+
 class Transport(Protocol):
     """Point-to-point messages between the ranks of this job; ranks are global."""
 
@@ -64,6 +71,12 @@ class Collectives(Protocol):
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         """Add `tensor` in place over the ranks that hold the same dense parameters (Layout.copies_of)."""
+
+    def start_sum_over_replicas(self, tensor: Tensor) -> Pending:
+        """Begin the same on connections of its own, which no other message shares; `wait()` returns the tensor.
+
+        All these ranks start the same sums in the same order.
+        """
 
     def copy_from_first_replica(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with that of the first of these ranks."""

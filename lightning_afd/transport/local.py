@@ -87,11 +87,16 @@ class LocalNetwork:
         self._waiting.pop(rank, None)
         self._progress += 1
 
-    def exchange(self, rank: int, ranks: range, serial: int, value: Any) -> dict[int, Any]:
-        """The value of every rank of `ranks` in their collective number `serial`."""
-        box = self._gathered.setdefault((ranks, serial), {})
+    def offer(self, rank: int, ranks: range, serial: int, value: Any) -> dict[int, Any]:
+        """Bring a value to a collective without waiting; returns where those of the others will be."""
+        box: dict[int, Any] = self._gathered.setdefault((ranks, serial), {})
         box[rank] = value
         self._progress += 1
+        return box
+
+    def exchange(self, rank: int, ranks: range, serial: int, value: Any) -> dict[int, Any]:
+        """The value of every rank of `ranks` in their collective number `serial`."""
+        box = self.offer(rank, ranks, serial, value)
         self.wait_until(rank, lambda: len(box) == len(ranks), f"collective {serial} of {ranks}")
         return box
 
@@ -106,6 +111,7 @@ class LocalTransport:
         self._world = range(layout.world)
         self._replicas = layout.copies_of(rank)
         self._serial = {self._world: 0, self._replicas: 0}
+        self._started = 0
 
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _LocalIncoming:
         return _LocalIncoming(self._network, (channel, peer, self._rank, tag), nbytes)
@@ -143,6 +149,12 @@ class LocalTransport:
         box = self._exchange(self._replicas, tensor.clone())
         tensor.copy_(torch.stack([box[rank] for rank in self._replicas]).sum(0))
 
+    def start_sum_over_replicas(self, tensor: Tensor) -> _LocalSum:
+        self._started += 1
+        box = self._network.offer(self._rank, self._replicas, -self._started, tensor.clone())
+        what = f"sum {self._started} of {self._replicas}"
+        return _LocalSum(tensor, box, self._replicas, lambda ready: self._network.wait_until(self._rank, ready, what))
+
     def copy_from_first_replica(self, tensor: Tensor) -> None:
         tensor.copy_(self._exchange(self._replicas, tensor.clone())[self._replicas[0]])
 
@@ -157,6 +169,23 @@ class _Summed:
 
     def wait(self) -> Tensor:
         return self._tensor
+
+
+class _LocalSum:
+    def __init__(
+        self, tensor: Tensor, box: dict[int, Any], ranks: range, wait_until: Callable[[Callable[[], bool]], None]
+    ) -> None:
+        self._tensor, self._box, self._ranks, self._wait_until = tensor, box, ranks, wait_until
+
+    def is_done(self) -> bool:
+        return len(self._box) == len(self._ranks)
+
+    def wait(self) -> Tensor:
+        self._wait_until(self.is_done)
+        sizes = {value.numel() for value in self._box.values()}
+        if len(sizes) > 1:
+            raise ProtocolError(f"the ranks {self._ranks} sum tensors of different sizes: {sorted(sizes)}")
+        return self._tensor.copy_(torch.stack([self._box[rank] for rank in self._ranks]).sum(0))
 
 
 class _LocalIncoming:

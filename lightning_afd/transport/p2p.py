@@ -22,7 +22,10 @@ _TAIL = -1
 
 
 class ProcessGroups:
-    """The process groups of one job: one per channel, one for control messages, one per worker group."""
+    """The process groups of one job: one per channel, one for control messages, one per worker group.
+
+    Several A ranks have another one, `chunks`, for sums that travel beside messages of the step.
+    """
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
@@ -33,11 +36,15 @@ class ProcessGroups:
             self._back = {name: dist.new_group(everyone, timeout=timeout) for name in names}
         self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
         self.replicas: Any = None
+        self.chunks: Any = None
         for ranks in dict.fromkeys(layout.copies_of(other) for other in everyone):
             group = dist.new_group(list(ranks), timeout=timeout)
+            on_the_way = len(ranks) > 1 and layout.worker_of(ranks[0]).role == "A"
+            chunks = dist.new_group(list(ranks), timeout=timeout) if on_the_way else group
             if rank in ranks:
-                self.replicas = group
-        self._all = [*dict.fromkeys((*self.channels.values(), *self._back.values())), self.control, self.replicas]
+                self.replicas, self.chunks = group, chunks
+        others = [*self._back.values(), self.control, self.replicas, self.chunks]
+        self._all = list(dict.fromkeys([*self.channels.values(), *others]))
 
     def between(self, channel: Channel, sender: int, receiver: int) -> Any:
         """The group of a channel for messages in this direction."""
@@ -56,7 +63,7 @@ class ProcessGroups:
         self._all.clear()
         self.channels.clear()
         self._back.clear()
-        self.control = self.replicas = None
+        self.control = self.replicas = self.chunks = None
 
 
 class P2PTransport:
@@ -132,6 +139,10 @@ class P2PTransport:
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)
 
+    def start_sum_over_replicas(self, tensor: Tensor) -> _Posted:
+        work = dist.all_reduce(tensor, group=self._groups.chunks, async_op=True)
+        return self._track(_Posted(work, tensor))
+
     def copy_from_first_replica(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group_src=0, group=self._groups.replicas)
 
@@ -143,6 +154,9 @@ class _Posted:
     def wait(self) -> Tensor:
         self._work.wait()
         return self._buffer
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
 
     def drop(self) -> None:
         self._work = None

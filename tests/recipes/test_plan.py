@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightning_afd.allocate.choice import PlanChoice
+from lightning_afd.errors import PlanError
 from lightning_afd.recipes.cli import TOOLS
+from lightning_afd.recipes.plan import shape_fields
 from lightning_afd.recipes.plan_report import packed
 
 SMALL = ("model=deepseek_v2_lite", "cluster.num_nodes=2", "data.global_batch=32", "groups=[1]", "candidates=2")
@@ -52,7 +54,7 @@ def test_plan_is_printed_saved_and_drawn(tmp_path: Path) -> None:
         (("model=qwen9",), "model=qwen9 is not a choice; model can be deepseek_moe_16b, "),
         (("dedup=some",), "dedup=some is not a choice; dedup can be rank, node, none"),
         (("data.sequence=8",), "data.sequence is not a setting; data has "),
-        (("model=pretrained", "model.pretrained=folder"), "this model has no shape in conf/model"),
+        (("model=pretrained", "model.pretrained=folder"), "folder/config.json can't be read: "),
         (("cluster.device.memory_gb=1",), "16 x H800-SXM-80GB fits into memory: the nearest one, "),
     ],
 )
@@ -75,3 +77,11 @@ def test_packed_rows_are_full() -> None:
     rows = packed([300, 2000], 4096, 10)
     assert [sum(row) for row in rows] == [4096] * 10
     assert all(length <= 2000 for row in rows for length in row)
+
+
+def test_shape_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    fields = shape_fields({"pretrained": str(tmp_path), "config": {"num_experts": 4}})
+    assert fields == {"model_type": "qwen3_moe", "num_experts": 4}
+    with pytest.raises(PlanError, match="no shape in conf/model"):
+        shape_fields({"config": {"use_cache": False}})

@@ -57,7 +57,7 @@ def no_torch(tmp_path: Path) -> str:
     [
         (
             ["strategy.micro_batchez=4"],
-            "strategy.micro_batchez is not a setting; strategy has attention, ffn, groups, micro_batches, order",
+            "strategy.micro_batchez is not a setting; strategy has attention, ffn, groups, micro_batch_group, ",
         ),
         (["model=nosuch"], f"model=nosuch is not a choice; model can be {MODELS}"),
         (["-m", "seed=1,2", "model=nosuch"], f"model=nosuch is not a choice; model can be {MODELS}"),
@@ -91,11 +91,11 @@ def test_unknown_recipe_and_help(tmp_path: Path, no_torch: str) -> None:
     unknown = run(tmp_path, "pretrian", first_on_path=no_torch)
     assert (unknown.returncode, unknown.stderr) == (
         1,
-        "lightning-afd: pretrian is not a recipe; choices: export, pretrain, report, survey\n",
+        "lightning-afd: pretrian is not a recipe; choices: export, plan, pretrain, report, survey\n",
     )
     general, special = run(tmp_path, "--help"), run(tmp_path, "pretrain", "--help", first_on_path=no_torch)
     assert (general.returncode, special.returncode) == (0, 0)
-    assert "recipes: export, pretrain, report" in general.stdout
+    assert "recipes: export, plan, pretrain, report" in general.stdout
     assert special.stdout.startswith("lightning-afd pretrain [group=choice]")
     assert f"model: {MODELS}" in special.stdout
 

@@ -149,9 +149,9 @@ def test_run_sees_tails_that_are_not_summed(pool: RankPool) -> None:
 
 def fit_without_sums() -> bool:
     """Whether this rank has a head, which then differs from the one of the other rank."""
-    from lightning_afd.strategies import driver
+    from lightning_afd import reduction
 
-    right, driver.sum_over_replicas = driver.sum_over_replicas, lambda *args: None
+    right, reduction.sum_over_replicas = reduction.sum_over_replicas, lambda *args: None
     try:
         module = LM(steps()).double()
         trainer = fit_apart(module, 2, 2, R=2, head="ffn")
@@ -161,7 +161,7 @@ def fit_without_sums() -> bool:
         del trainer
         return head is not None and everyone[2] != everyone[3]
     finally:
-        driver.sum_over_replicas = right
+        reduction.sum_over_replicas = right
 
 
 class Saving(pl.Callback):
