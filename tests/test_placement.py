@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import ExpertMap, Layout, Worker, split_sizes
 
-LAYOUTS = st.builds(Layout, attention=st.integers(1, 4), ffn=st.integers(1, 4), groups=st.integers(1, 3))
+LAYOUTS = st.builds(
+    Layout,
+    attention=st.integers(1, 4),
+    ffn=st.integers(1, 4),
+    groups=st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
 
 
 @pytest.mark.parametrize("name", ["A0", "F1", "A12"])

@@ -17,7 +17,7 @@ from lightning_afd.schedule.shape import Schedule, Shape
 SHAPES = st.builds(
     Shape,
     layers=st.integers(1, 9),
-    groups=st.integers(1, 4),
+    groups=st.integers(1, 4) | st.tuples(st.integers(1, 3), st.integers(1, 3)),
     micro_batches=st.integers(1, 13),
     router_logits=st.booleans(),
     head=st.sampled_from(HEADS),
