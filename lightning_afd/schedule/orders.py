@@ -203,6 +203,6 @@ def largest_group(order: str, shape: Shape, fits: Callable[[Schedule], bool], kn
         if fits(build(order, shape, replace(knobs, group=group))):
             return group
     raise PlanError(
-        f"runs of {workers} micro-batches, the shortest for groups={shape.groups}, do not fit into memory: "
+        f"runs of {workers} micro-batches, the shortest for {shape.groups} group(s), do not fit into memory: "
         "use fewer groups, smaller micro-batches or recompute"
     )
