@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from tiny import tiny
 from torch import Tensor, nn
 
+from lightning_afd.placement import Groups, Layout
 from lightning_afd.strategies.afd import AFDStrategy
 
 Batch = dict[str, Tensor]
@@ -36,7 +37,7 @@ class Run:
 
     layout: str = "2A+2F"
     """Ranks of each of the groups."""
-    groups: int = 1
+    groups: Groups = 1
     micro_batches: int = 2
     precision: str = "32-true"
 
@@ -50,7 +51,10 @@ class Run:
     @property
     def world(self) -> int:
         """Processes that the layout needs."""
-        return 1 if self.layout == "ref" else self.groups * sum(self.sizes)
+        if self.layout == "ref":
+            return 1
+        attention, ffn = self.sizes
+        return Layout(attention=attention, ffn=ffn, groups=self.groups).world
 
     def trainer(self, strategy: Mapping[str, Any] | None = None, **options: Any) -> pl.Trainer:
         """A quiet CPU Trainer; `strategy` holds further options of AFDStrategy."""

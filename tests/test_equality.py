@@ -99,7 +99,8 @@ def sizes_of_models(draw: st.DrawFn, ffn: int) -> dict[str, Any]:
     }
 
 
-LAYOUTS = st.builds(Layout, attention=st.integers(1, 3), ffn=st.integers(1, 3), groups=st.integers(1, 3))
+GROUPS = st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3))
+LAYOUTS = st.builds(Layout, attention=st.integers(1, 3), ffn=st.integers(1, 3), groups=GROUPS)
 LAYOUTS = LAYOUTS.filter(lambda layout: layout.world <= 12)
 
 

@@ -163,8 +163,29 @@ def test_run_is_at_most_the_group_asked_for() -> None:
     shape = Shape(layers=8, groups=2, micro_batches=22)
     held = [in_flight(build("af-pipe", shape, Knobs(group=group)), Worker("A", 0)) for group in (4, 6, 8, 11, "auto")]
     assert held == [22, 28, 34, 43, 34]
-    with pytest.raises(PlanError, match=r"group=3: a ring of 4 workers \(groups=2\) needs at least 4 micro-batches in a run"):
+    with pytest.raises(
+        PlanError, match=r"group=3: a ring of 4 workers \(groups=2\) needs at least 4 micro-batches in a run"
+    ):
         build("af-pipe", shape, Knobs(group=3))
+
+
+@pytest.mark.parametrize("groups", [(1, 2), (2, 1), (1, 3), (3, 1), (2, 3), (3, 2), (2, 4)])
+@pytest.mark.parametrize("order", ["af-pipe", "zero-bubble"])
+def test_unequal_depths_keep_all_workers_busy(groups: tuple[int, int], order: str) -> None:
+    """Where all workers have equal work in sum, they have it 94 % of the time; one layer after the other has not."""
+    shape = Shape(layers=12, groups=groups, micro_batches=32, split_attention=order == "zero-bubble")
+    work = 3 * shape.layers * shape.micro_batches
+    assert work > 0.94 * Paper(build(order, shape)).makespan()
+    assert work < 0.92 * Paper(build("layer-major", shape)).makespan()
+
+
+def test_runs_of_unequal_depths() -> None:
+    """P is the number of workers; runs have 2P micro-batches, and cannot be shorter than P."""
+    shape = Shape(layers=6, groups=(2, 1), micro_batches=12)
+    assert build("af-pipe", shape).programs == build("af-pipe", shape, Knobs(group=6)).programs
+    assert build("af-pipe", shape, Knobs(group=3)).programs != build("af-pipe", shape).programs
+    with pytest.raises(PlanError, match=r"group=2: a ring of 3 workers \(groups=\(2, 1\)\) needs at least 3"):
+        build("af-pipe", shape, Knobs(group=2))
 
 
 @pytest.mark.parametrize("name", ["group", "pending"])
