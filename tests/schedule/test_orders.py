@@ -1,3 +1,4 @@
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -75,6 +76,20 @@ def test_one_machine_could_execute_an_order_from_its_start(order: str, shape: Sh
     for action in ORDERS[order](shape, knobs):
         assert seen.issuperset(shape.producers(action))
         seen.add(action)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("groups", [(1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)])
+def test_unequal_depths_can_be_executed(groups: tuple[int, int], order: str) -> None:
+    """Also where there are fewer micro-batches than workers, no multiple of a run, or layers that fill no round."""
+    workers = sum(groups)
+    for layers, micro_batches in itertools.product((4, 7), (1, workers - 1, 2 * workers + 1)):
+        shape = Shape(layers=layers, groups=groups, micro_batches=micro_batches, router_logits=True)
+        check(build(order, shape))
+        seen: set[Action] = set()
+        for action in ORDERS[order](shape, Knobs()):
+            assert seen.issuperset(shape.producers(action))
+            seen.add(action)
 
 
 def test_tail_on_ffn_in_order() -> None:
