@@ -132,7 +132,7 @@ def report(schedule: Schedule, predicted: float, ratios: list[tuple[float, float
     plain, delayed = (sorted(part) for part in zip(*ratios, strict=True))
     shape = schedule.shape
     print(  # noqa: T201
-        f"p={shape.groups} R={shape.micro_batches} {schedule.order:<11} predicted {predicted * 1e3:6.0f} ms  "
+        f"p={shape.depth} R={shape.micro_batches} {schedule.order:<11} predicted {predicted * 1e3:6.0f} ms  "
         f"measured / predicted {statistics.median(plain):.3f} ({plain[0]:.3f} to {plain[-1]:.3f}), "
         f"with delays {statistics.median(delayed):.3f} ({delayed[0]:.3f} to {delayed[-1]:.3f})",
         flush=True,

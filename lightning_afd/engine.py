@@ -215,7 +215,7 @@ class Engine:
     def _install(self, root: nn.Module, decoder: Sequence[DecoderLayer]) -> Host:
         """Cut the layers of a rank that runs user code."""
         layout = self.plan.layout
-        several = layout.groups > 1
+        several = layout.attention_groups > 1
         cut = Cut(
             host=Host(),
             segments=self._peers.owned_segments,

@@ -38,8 +38,9 @@ class Peers:
     @property
     def layers(self) -> tuple[int, ...]:
         """MoE layers of the rank's group, ascending."""
-        group = self.layout.worker_of(self.rank).group
-        return tuple(layer for layer in range(self.shape.layers) if self.shape.experts(layer).group == group)
+        worker = self.layout.worker_of(self.rank)
+        owner = self.shape.attention if worker.role == "A" else self.shape.experts
+        return tuple(layer for layer in range(self.shape.layers) if owner(layer) == worker)
 
     def expert_ranks(self, layer: int) -> range:
         """F ranks of a layer."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_afd.errors import PlanError
 
@@ -33,14 +34,63 @@ class Worker:
         return cls("A" if match[1] == "A" else "F", int(match[2]))
 
 
-def tail_worker(head: Head, groups: int) -> Worker:
+Groups = int | tuple[int, int]
+"""Groups of layers: of each role, or (attention, ffn) where these differ."""
+
+
+def as_groups(value: Any) -> Groups:
+    """Read numbers of groups: an integer, a pair (a list in YAML and JSON), or either of them as text ("2,1").
+
+    A pair of equal numbers becomes the number; raises PlanError for anything else.
+    """
+    parts = value.strip("[( )]").split(",") if isinstance(value, str) else value
+    numbers = tuple(parts) if isinstance(parts, Sequence) else (parts,)
+    numbers = tuple(int(n) if isinstance(n, str) and n.strip().isdecimal() else n for n in numbers)
+    if len(numbers) not in (1, 2) or not all(type(number) is int for number in numbers):
+        raise PlanError(f"groups={value!r}: give one number for both roles, or a pair (attention groups, ffn groups)")
+    if min(numbers) < 1:
+        raise PlanError(f"groups={value}: at least 1 is needed")
+    return numbers[0] if numbers[0] == numbers[-1] else (numbers[0], numbers[-1])
+
+
+class Grouped:
+    """What is cut into `groups`: group g of n of a role owns the MoE layers l with l mod n == g."""
+
+    groups: Groups
+
+    @property
+    def attention_groups(self) -> int:
+        return self.groups if isinstance(self.groups, int) else self.groups[0]
+
+    @property
+    def ffn_groups(self) -> int:
+        return self.groups if isinstance(self.groups, int) else self.groups[1]
+
+    @property
+    def depth(self) -> int:
+        """Groups of each role, for rules that hold only where both have as many; raises PlanError otherwise."""
+        if not isinstance(self.groups, int):
+            raise PlanError(
+                f"groups={self.groups}: costs and plans are known for as many attention groups as ffn groups, "
+                f"so use groups={self.groups[0]} or groups={self.groups[1]} there"
+            )
+        return self.groups
+
+    def workers(self) -> tuple[Worker, ...]:
+        """All A groups, then all F groups."""
+        attention = (Worker("A", group) for group in range(self.attention_groups))
+        return (*attention, *(Worker("F", group) for group in range(self.ffn_groups)))
+
+
+def tail_worker(head: Head, ffn_groups: int) -> Worker:
     """Who runs the tail: A group 0, or the last F group, which never has more MoE layers than another."""
-    return Worker("A", 0) if head == "attention" else Worker("F", groups - 1)
+    return Worker("A", 0) if head == "attention" else Worker("F", ffn_groups - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the world is divided: `groups` times (`attention` A ranks + `ffn` F ranks).
+class Layout(Grouped):
+    """How the world is divided: `groups` times (`attention` A ranks + `ffn` F ranks), or a pair of `groups`, (a, f):
+    a times `attention` A ranks + f times `ffn` F ranks.
 
     A ranks come first, so that rank 0, which owns loggers and progress bars, is an A rank. In a collocated layout each
     rank is both: A rank r of the A group and F rank r of the F group.
@@ -50,8 +100,8 @@ class Layout:
     """A ranks per A group (M): data-parallel replicas."""
     ffn: int
     """F ranks per F group (N): experts are divided over them."""
-    groups: int = 1
-    """Interleaved groups per role (p)."""
+    groups: Groups = 1
+    """Interleaved groups of each role (p), or (attention, ffn)."""
     head: Head = "attention"
     """Role of the ranks that run the tail."""
     collocated: bool = False
@@ -65,7 +115,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise PlanError(f"head={self.head!r}: choose one of {', '.join(HEADS)}")
-        for name in ("attention", "ffn", "groups"):
+        object.__setattr__(self, "groups", as_groups(self.groups))
+        for name in ("attention", "ffn"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.collocated:
@@ -87,16 +138,13 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.attention if self.collocated else self.groups * (self.attention + self.ffn)
-
-    def workers(self) -> tuple[Worker, ...]:
-        """All A groups, then all F groups."""
-        return tuple(Worker(role, group) for role in ("A", "F") for group in range(self.groups))
+        apart = self.attention_groups * self.attention + self.ffn_groups * self.ffn
+        return self.attention if self.collocated else apart
 
     def ranks_of(self, worker: Worker) -> range:
         """Global ranks of a worker group, in the order of their index."""
         size = self.attention if worker.role == "A" else self.ffn
-        before = 0 if worker.role == "A" or self.collocated else self.groups * self.attention
+        before = 0 if worker.role == "A" or self.collocated else self.attention_groups * self.attention
         start = worker.group * size + before
         return range(start, start + size)
 
@@ -121,7 +169,7 @@ class Layout:
 
     def tail_rank(self, replica: int) -> int:
         """The rank that runs the tail of a data replica: that of A group 0, or an F rank, which may have several."""
-        ranks = self.ranks_of(tail_worker(self.head, self.groups))
+        ranks = self.ranks_of(tail_worker(self.head, self.ffn_groups))
         return ranks[replica % len(ranks)]
 
     def first_rank(self, replica: int) -> int:
@@ -149,10 +197,13 @@ class Layout:
         return self.head == "ffn" and self.ffn > self.attention
 
     def describe(self) -> str:
-        """`2A + 2F`, `2 x (2A + 2F, head on F)` or `4 collocated`, for messages."""
+        """`2A + 2F`, `2 x (2A + 2F, head on F)`, `2 x 1A + 1 x 2F` or `4 collocated`, for messages."""
         if self.collocated:
             return f"{self.attention} collocated"
-        one = f"{self.attention}A + {self.ffn}F" + (", head on F" if self.head == "ffn" else "")
+        head = ", head on F" if self.head == "ffn" else ""
+        if not isinstance(self.groups, int):
+            return f"{self.attention_groups} x {self.attention}A + {self.ffn_groups} x {self.ffn}F{head}"
+        one = f"{self.attention}A + {self.ffn}F{head}"
         return one if self.groups == 1 else f"{self.groups} x ({one})"
 
 

@@ -69,7 +69,7 @@ class Plan:
         for name in ("router_z_loss", "expert_bias_rate"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise PlanError(f"{name}={getattr(self, name)}: choose 0 (off) or a positive number")
-        self.knobs.check(self.layout.groups)
+        self.knobs.check(self.layout)
         self._check_layout()
         fewest = min(self.experts)
         if self.layout.ffn > fewest:
@@ -113,7 +113,7 @@ def make_plan(root: nn.Module, layout: Layout, **choices: Any) -> tuple[Plan, tu
         layers=len(layers),
         experts=tuple(layer.num_experts for layer in layers),
         **choices,
-        router_logits=(layout.groups > 1 or layout.head == "ffn") and wants_router_logits(root),
+        router_logits=(layout.attention_groups > 1 or layout.head == "ffn") and wants_router_logits(root),
     )
     plan.check()
     return plan, with_shared_experts(root, layers) if plan.shared_experts == "ffn" else layers

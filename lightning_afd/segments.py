@@ -287,7 +287,7 @@ class MicroBatch:
                 raise PlanError(
                     f"segments {', '.join(str(layer) for layer in self._mine)} of the step use something learned, "
                     "beside their hidden states, that lies on ranks of other segments: such a model needs groups=1 "
-                    "and head='attention'"
+                    "or (1, f), and head='attention'"
                 )
         return self._host.shares_graph
 

@@ -141,7 +141,8 @@ def refuse_unfilled(stand_ins: Mapping[int, Tensor], shape: Shape) -> None:
         if leaf.grad is not None and not shape.sends_logits(layer):
             raise PlanError(
                 f"the loss uses router logits of MoE layer {layer}, which lives on other ranks: set "
-                "output_router_logits=True in the model's config before the fit, or use groups=1 and head='attention'"
+                "output_router_logits=True in the model's config before the fit, or use groups=1 and "
+                "head='attention'"
             )
 
 

@@ -119,7 +119,7 @@ class LocalJob:
         def steps(rank: int, replica: int) -> list[UserStep]:
             return [self._user_step(rank, ids, labels(ids) / total) for ids in batches[replica]]
 
-        work = [steps(rank, layout.index_of(rank)) for rank in range(layout.groups * layout.attention)]
+        work = [steps(rank, layout.index_of(rank)) for rank in range(layout.attention_groups * layout.attention)]
         tails = [steps(layout.tail_rank(replica), replica) for replica in range(layout.attention)]
         for gradients in self._gradients:
             gradients.begin(last=True)
@@ -159,15 +159,15 @@ def join_gradients(whole: nn.Module, layout: Layout, parts: Sequence[Gradients],
     Those of shared experts on F ranks are taken from one of them.
     """
     grads: Gradients = dict(parts[layout.tail_rank(replica)])
-    for group in range(layout.groups):
-        grads |= parts[layout.ranks_of(Worker("A", group))[replica]]
-        grads |= parts[layout.ranks_of(Worker("F", group))[replica % layout.ffn]]
+    for worker in layout.workers():
+        ranks = layout.ranks_of(worker)
+        grads |= parts[ranks[replica % len(ranks)]]
     for layer in find_moe_layers(whole):
         expert_map = ExpertMap.contiguous(layer.num_experts, layout.ffn)
         order = torch.tensor([e for index in range(layout.ffn) for e in expert_map.rank_to_experts(index)])
         mine = {id(parameter) for parameter in layer.experts.parameters()}
         for name in (name for name, p in whole.named_parameters() if id(p) in mine):
-            ranks = layout.ranks_of(Worker("F", layer.index % layout.groups))
+            ranks = layout.ranks_of(Worker("F", layer.index % layout.ffn_groups))
             shards = [parts[rank][name] for rank in ranks if name in parts[rank]]
             grads.pop(name, None)
             if len(shards) == layout.ffn:

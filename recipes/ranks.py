@@ -1,16 +1,18 @@
 """How many ranks a run needs, from the settings alone."""
 
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Layout
+from lightning_afd.placement import Layout, as_groups
 from lightning_afd.schedule.orders import ORDERS
 from lightning_afd.schedule.together import TOGETHER_ORDERS
 
 
-def ranks_per_node(groups: int, attention: int, ffn: int, num_nodes: int) -> int:
-    """Return the processes that each node starts for groups x (attention + ffn) ranks, rounded up."""
-    return -(-groups * (attention + ffn) // num_nodes)
+def ranks_per_node(groups: Any, attention: int, ffn: int, num_nodes: int) -> int:
+    """Return the processes that each node starts for so many groups of attention and ffn ranks, rounded up."""
+    return -(-Layout(attention=attention, ffn=ffn, groups=as_groups(groups)).world // num_nodes)
 
 
 OmegaConf.register_new_resolver("ranks_per_node", ranks_per_node, replace=True)
@@ -21,7 +23,7 @@ def check_ranks(config: DictConfig) -> None:
     strategy = config.strategy
     if not isinstance(strategy, DictConfig):
         return
-    for key in ("attention", "ffn", "groups", "micro_batches"):
+    for key in ("attention", "ffn", "micro_batches"):
         if key in strategy and (type(strategy[key]) is not int or strategy[key] < 1):
             raise PlanError(f"strategy.{key}={strategy[key]} is not a whole number of at least 1")
     is_apart = "attention" in strategy
@@ -33,13 +35,23 @@ def check_ranks(config: DictConfig) -> None:
 
 
 def _check_layout(config: DictConfig, strategy: DictConfig) -> None:
-    world = Layout(attention=strategy.attention, ffn=strategy.ffn, groups=strategy.groups).world
+    try:
+        layout = Layout(attention=strategy.attention, ffn=strategy.ffn, groups=as_groups(strategy.groups))
+    except PlanError as error:
+        raise PlanError(f"strategy.{error}") from None
     if type(config.devices) is not int:
         raise PlanError(f"devices={config.devices} is not a whole number")
     started = config.devices * config.cluster.num_nodes
-    if started != world:
+    if started != layout.world:
         raise PlanError(
             f"devices={config.devices} on cluster.num_nodes={config.cluster.num_nodes} are {started} ranks, but "
-            f"strategy.groups={strategy.groups} x (strategy.attention={strategy.attention} + "
-            f"strategy.ffn={strategy.ffn}) are {world}: change attention and ffn, and leave devices to follow"
+            f"{_sum(layout)} are {layout.world}: change attention and ffn, and leave devices to follow"
         )
+
+
+def _sum(layout: Layout) -> str:
+    """The ranks of a layout, spelled out in settings."""
+    attention, ffn = f"strategy.attention={layout.attention}", f"strategy.ffn={layout.ffn}"
+    if isinstance(layout.groups, int):
+        return f"strategy.groups={layout.groups} x ({attention} + {ffn})"
+    return f"{layout.attention_groups} x {attention} + {layout.ffn_groups} x {ffn}"

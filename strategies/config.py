@@ -11,7 +11,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.model.shared import PLACES, SharedPlace
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.placement import HEADS, Head, Layout
+from lightning_afd.placement import HEADS, Grouped, Groups, Head, Layout, as_groups
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import ORDERS, Knobs
 from lightning_afd.schedule.together import TOGETHER_ORDERS
@@ -103,21 +103,22 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AFDConfig(TrainingConfig):
+class AFDConfig(TrainingConfig, Grouped):
     """Options of strategy afd; the defaults divide the world in two equal halves."""
 
     attention: int | Literal["auto"] = "auto"
     """A ranks per group: data-parallel replicas of attention and everything dense."""
     ffn: int | Literal["auto"] = "auto"
     """F ranks per group: the routed experts are divided over them."""
-    groups: int = 1
-    """Interleaved groups per role."""
+    groups: Groups = 1
+    """Interleaved groups of each role, or a pair: (attention groups, ffn groups)."""
     head: Head = "attention"
     """Which ranks run what lies behind the last MoE layer (norm, head, loss): "attention" or "ffn"."""
     order: str = "af-pipe"
     """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
     micro_batch_group: int | Literal["auto"] = "auto"
-    """Micro-batches that pass the 2 * groups workers one behind the other (af-pipe, zero-bubble), at least 2 * groups.
+    """Micro-batches that pass the groups of both roles one behind the other (af-pipe, zero-bubble): at least as many
+    as there are groups, 2 * groups or the sum of the pair.
 
     "auto" is as near to twice that as micro_batches allows; fewer hold less, more hide longer transfers.
     """
@@ -152,7 +153,11 @@ class AFDConfig(TrainingConfig):
         check_choice("optimizer_sharding", self.optimizer_sharding, ("none", "torch"))
         check_choice("fallback", self.fallback, ("collocated", "error"))
         try:
-            self.knobs.check(self.groups)
+            object.__setattr__(self, "groups", as_groups(self.groups))
+        except PlanError as error:
+            raise MisconfigurationException(str(error)) from None
+        try:
+            self.knobs.check(self)
         except PlanError as error:
             raise MisconfigurationException(
                 f"micro_batch_group={self.micro_batch_group!r} with "
@@ -201,7 +206,7 @@ class AFDConfig(TrainingConfig):
             raise MisconfigurationException(
                 f"strategy afd with attention={attention}, ffn={ffn}, groups={self.groups} needs "
                 f"{layout.world} ranks ({layout.describe()}), but the Trainer has {world} (devices x num_nodes): "
-                f"set devices={layout.world}, or choose attention and ffn so that groups * (attention + ffn) = {world}"
+                f"set devices={layout.world}, or choose attention and ffn so that {self._sum} = {world}"
             )
         return layout
 
@@ -212,18 +217,25 @@ class AFDConfig(TrainingConfig):
                 f"strategy afd needs at least 2 ranks, one for attention and one for experts, but the Trainer has "
                 f"{world}: set devices=2 or more (on CPU, devices='auto' is 1)"
             )
-        per_group, rest = divmod(world, self.groups)
+        a, f = self.attention_groups, self.ffn_groups
         if self.attention == "auto" and self.ffn == "auto":
-            if rest or per_group % 2:
+            if world % 2 or world // 2 % a or world // 2 % f:
                 raise MisconfigurationException(
                     f"strategy afd cannot divide {world} ranks into equal halves of {self.groups} group(s): "
                     "set attention and ffn, for example AFDStrategy(attention=2, ffn=1)"
                 )
-            return per_group // 2, per_group // 2
+            return world // 2 // a, world // 2 // f
         if self.attention == "auto":
             assert self.ffn != "auto"
-            return per_group - self.ffn, self.ffn
-        return self.attention, per_group - self.attention if self.ffn == "auto" else self.ffn
+            return (world - f * self.ffn) // a, self.ffn
+        return self.attention, (world - a * self.attention) // f if self.ffn == "auto" else self.ffn
+
+    @property
+    def _sum(self) -> str:
+        """How many ranks there are, as a formula."""
+        if isinstance(self.groups, int):
+            return "groups * (attention + ffn)"
+        return f"{self.attention_groups} * attention + {self.ffn_groups} * ffn"
 
 
 @dataclass(frozen=True, kw_only=True)

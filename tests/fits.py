@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from tiny import tiny
 from torch import Tensor, nn
 
+from lightning_afd.placement import Groups, Layout
 from lightning_afd.strategies.afd import AFDStrategy
 from lightning_afd.strategies.ep import EPStrategy
 from lightning_afd.strategies.flowmoe import FlowMoEStrategy
@@ -42,7 +43,7 @@ class Run:
 
     layout: str = "2A+2F"
     """Ranks of each of the groups, or ranks and strategy."""
-    groups: int = 1
+    groups: Groups = 1
     micro_batches: int = 2
     precision: str = "32-true"
 
@@ -72,7 +73,10 @@ class Run:
         """Processes that the layout needs."""
         if self.layout == "ref":
             return 1
-        return self.together[0] if self.is_together else self.groups * sum(self.sizes)
+        if self.is_together:
+            return self.together[0]
+        attention, ffn = self.sizes
+        return Layout(attention=attention, ffn=ffn, groups=self.groups).world
 
     def trainer(self, strategy: Mapping[str, Any] | None = None, **options: Any) -> pl.Trainer:
         """A quiet CPU Trainer; `strategy` holds further options of the strategy."""

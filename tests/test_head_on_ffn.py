@@ -226,7 +226,7 @@ def test_layers_that_return_more_than_hidden_states_are_refused() -> None:
     model = model_of()
     for layer in model.layers:
         layer.__class__ = Pair
-    with pytest.raises(PlanError, match="such a model needs groups=1 and head='attention'"):
+    with pytest.raises(PlanError, match=r"such a model needs groups=1 or \(1, f\), and head='attention'"):
         LocalJob(model, on_ffn(1, 1))
 
 

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import ExpertMap, Layout, Worker, split_sizes
 
-LAYOUTS = st.builds(Layout, attention=st.integers(1, 4), ffn=st.integers(1, 4), groups=st.integers(1, 3))
+LAYOUTS = st.builds(
+    Layout,
+    attention=st.integers(1, 4),
+    ffn=st.integers(1, 4),
+    groups=st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
 
 
 @pytest.mark.parametrize("name", ["A0", "F1", "A12"])
@@ -37,6 +42,38 @@ def test_layout_spelled_out() -> None:
     }
     assert layout.describe() == "2 x (2A + 3F)"
     assert Layout(attention=2, ffn=3).describe() == "2A + 3F"
+
+
+def test_roles_may_have_different_numbers_of_groups() -> None:
+    layout = Layout(attention=1, ffn=2, groups=(2, 1))
+    assert layout.world == 4
+    assert {str(worker): list(layout.ranks_of(worker)) for worker in layout.workers()} == {
+        "A0": [0],
+        "A1": [1],
+        "F0": [2, 3],
+    }
+    assert layout.describe() == "2 x 1A + 1 x 2F"
+    on_ffn = Layout(attention=2, ffn=1, groups=(1, 3), head="ffn")
+    assert on_ffn.describe() == "1 x 2A + 3 x 1F, head on F"
+    assert [on_ffn.tail_rank(replica) for replica in (0, 1)] == [4, 4]
+    with pytest.raises(PlanError, match=r"groups=\(2, 1\): costs and plans are known for as many attention groups as"):
+        _ = layout.depth
+
+
+@pytest.mark.parametrize(
+    ("given", "groups"), [((2, 2), 2), ([2, 1], (2, 1)), ("2,1", (2, 1)), ("[1, 3]", (1, 3)), ("2", 2), ((3,), 3)]
+)
+def test_groups_are_read_in_all_their_forms(given: Any, groups: Any) -> None:
+    assert Layout(attention=1, ffn=1, groups=given) == Layout(attention=1, ffn=1, groups=groups)
+    assert Layout(attention=1, ffn=1, groups=given).groups == groups
+
+
+@pytest.mark.parametrize("given", [(), (1, 2, 3), "two", "1.5", 1.5, (1, None), True, None])
+def test_other_groups_are_refused(given: Any) -> None:
+    with pytest.raises(PlanError, match="give one number for both roles, or a pair"):
+        Layout(attention=1, ffn=1, groups=given)
+    with pytest.raises(PlanError, match=r"groups=\(1, 0\): at least 1 is needed"):
+        Layout(attention=1, ffn=1, groups=(1, 0))
 
 
 def test_tails_on_ffn_are_shared_out_over_the_last_group() -> None:

@@ -166,7 +166,7 @@ def test_missing_cost_is_named() -> None:
 SHAPES = st.builds(
     Shape,
     layers=st.integers(1, 5),
-    groups=st.integers(1, 3),
+    groups=st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)),
     micro_batches=st.integers(1, 6),
     router_logits=st.booleans(),
     head=st.sampled_from(HEADS),

@@ -57,6 +57,11 @@ def test_what_is_suspended_needs_one_group(model: str) -> None:
     assert finding.reason.startswith("model.layers.") and "groups=1" in finding.reason and ". " not in finding.reason
 
 
+def test_what_is_suspended_may_have_several_groups_of_experts() -> None:
+    finding = examine("flex_olmo", Layout(attention=1, ffn=2, groups=(1, 2)))
+    assert finding.verdict == "suspended", str(finding)
+
+
 def test_an_average_with_shared_experts_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     """cohere2_moe has no shared experts by default; with them its layers are not rest + experts."""
     monkeypatch.setitem(EXTRAS, "cohere2_moe", {"num_shared_experts": 1})

@@ -9,7 +9,11 @@ from lightning_afd.schedule.shape import Schedule
 
 @dataclass
 class Paper:
-    """Programs executed with blocking receives; a transfer takes `transfer`, a tail `tail` times a segment."""
+    """Programs executed with blocking receives; a transfer takes `transfer`, a tail `tail` times a segment.
+
+    With different numbers of groups the work is divided evenly over all workers: a forward lasts as many units as its
+    role has groups.
+    """
 
     schedule: Schedule
     transfer: float = 0.0
@@ -34,8 +38,12 @@ class Paper:
 
     def _execute(self, worker: Worker, action: Action) -> bool:
         if not action.is_transfer:
-            unit = self.tail if action.layer == self.schedule.shape.layers else 1.0
-            self.clocks[worker] += unit * (2.0 if action.op == "A" and action.phase == "b" else 1.0)
+            shape = self.schedule.shape
+            unit = self.tail if action.layer == shape.layers else 1.0
+            if not isinstance(shape.groups, int):
+                unit *= shape.attention_groups if action.op == "A" else shape.ffn_groups
+            whole = action.op == "A" and action.phase == "b" and not shape.splits(action.layer)
+            self.clocks[worker] += unit * (2.0 if whole else 1.0)
         elif worker == self.schedule.shape.endpoints(action)[0]:
             self.sent[action] = self.clocks[worker]
         elif action in self.sent:

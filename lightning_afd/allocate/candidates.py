@@ -56,7 +56,7 @@ def ways(
             stages = Stages.of(costs)
             for run in fewest.values():
                 yield _candidate(run, rung, (costs, stages), _bytes(run, sides))
-        if any(run.passes == 1 and run.group == 4 * layout.groups for run in possible):
+        if any(run.passes == 1 and run.group == 4 * layout.depth for run in possible):
             return  # more recomputation has nothing to give
 
 
@@ -76,14 +76,14 @@ def simulated(request: Request, candidate: Candidate) -> Candidate:
     job = request.job(candidate.layout, candidate.micro_batches, candidate.rung)
     costs = step_costs(job)
     seconds = pass_seconds(job, Ordering(order=candidate.order, group=candidate.group))
-    run = run_length(2 * candidate.layout.groups, candidate.micro_batches, candidate.group)
+    run = run_length(2 * candidate.layout.depth, candidate.micro_batches, candidate.group)
     update = exposed_all_reduce(costs, Stages.of(costs), run) + costs.update.optimizer_seconds
     return replace(candidate, simulated_seconds=candidate.passes * seconds + update)
 
 
 def _candidate(run: _Run, rung: Rung, cost: tuple[StepCosts, Stages], nbytes: float) -> Candidate:
     (costs, stages), micro_batches = cost, run.shape.micro_batches
-    length = run_length(2 * run.layout.groups, micro_batches, run.group)
+    length = run_length(2 * run.layout.depth, micro_batches, run.group)
     update = exposed_all_reduce(costs, stages, length) + costs.update.optimizer_seconds
     return Candidate(
         layout=run.layout,
@@ -138,7 +138,7 @@ def _attention_seconds(request: Request) -> float:
 
 
 def _runs(request: Request, fitting: Fitting, layout: Layout, order: str) -> Iterator[_Run]:
-    all_of_them, workers = request.per_replica(layout.attention), 2 * layout.groups
+    all_of_them, workers = request.per_replica(layout.attention), 2 * layout.depth
     seen: set[int] = set()
     for passes in range(1, all_of_them + 1):
         micro_batches = -(-all_of_them // passes)
@@ -176,7 +176,7 @@ def _least(request: Request, fitting: Fitting) -> Iterator[tuple[float, Layout, 
     for layout in (least.layout for least in _layouts(request)):
         if 2 * layout.world <= request.cluster.devices:
             continue  # a layout of more ranks needs less on each
-        counts = held(fitting.shape(layout, 1), "af-pipe", 2 * layout.groups)
+        counts = held(fitting.shape(layout, 1), "af-pipe", 2 * layout.depth)
         sides = zip(fitting.sides(layout, request.rungs[-1]), counts, strict=True)
         fullest, count = max(sides, key=lambda entry: entry[0].total(entry[1], 1))
         side = "an attention rank" if fullest.role == "A" else "an FFN rank"

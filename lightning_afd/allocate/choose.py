@@ -92,7 +92,7 @@ def division_of(request: Request, at: Candidate) -> Division:
     Work is taken to be divisible: what it costs on another number of ranks follows from the lists of sizes.
     """
     layout, cluster = at.layout, request.cluster
-    ranks = cluster.devices // layout.groups
+    ranks = cluster.devices // layout.depth
     busy = step_costs(request.job(layout, 1, at.rung)).busy()
     sides = {role: [worker for who, worker in busy.items() if who.role == role] for role in "AF"}
     experts = min(layer.experts for layer in request.model.moe)
@@ -122,7 +122,7 @@ def _sizes_that_fit(request: Request, layout: Layout, sizes: tuple[Size, ...]) -
     for size in sizes:
         fits = [
             a.ranks
-            for a in attention_sizes(request.parts, request.cluster.devices // layout.groups - size.ranks)
+            for a in attention_sizes(request.parts, request.cluster.devices // layout.depth - size.ranks)
             if not fitting.hopeless(replace(layout, attention=a.ranks, ffn=size.ranks))
         ]
         if fits:
@@ -131,7 +131,7 @@ def _sizes_that_fit(request: Request, layout: Layout, sizes: tuple[Size, ...]) -
 
 
 def _division(request: Request, best: Candidate, solver: Solver) -> Split | None:
-    if request.cluster.ports < 1 or request.cluster.devices // best.layout.groups < 2:
+    if request.cluster.ports < 1 or request.cluster.devices // best.layout.depth < 2:
         return None
     try:
         return solve(division_of(request, best), solver)

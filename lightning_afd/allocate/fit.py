@@ -62,19 +62,19 @@ class Fitting:
         if max(self.static(layout, "A"), self.static(layout, "F")) > self.limit:
             return True
         shape = self.shape(layout, 1)
-        counts = held(shape, "af-pipe", 2 * layout.groups)
+        counts = held(shape, "af-pipe", 2 * layout.depth)
         sides = self.sides(layout, self._request.rungs[-1])
         return any(side.total(count, 1) > self.limit for side, count in zip(sides, counts, strict=True))
 
     def shape(self, layout: Layout, micro_batches: int) -> Shape:
         """Of a pass."""
-        return Shape(layers=len(self._request.model.moe), groups=layout.groups, micro_batches=micro_batches)
+        return Shape(layers=len(self._request.model.moe), groups=layout.depth, micro_batches=micro_batches)
 
     def static(self, layout: Layout, role: Role) -> float:
         """Bytes of weights, gradients and optimizer state on the fullest rank of a role."""
         sharded = self._request.choices.shard_optimizer
         ranks = layout.ffn if role == "F" else layout.attention if sharded else 0
-        key = (role, layout.groups, ranks)
+        key = (role, layout.depth, ranks)
         if key not in self._static:
             memory = memory_of(self._request.job(layout, 1, RUNGS[0]), Worker(role, 0), 0.0)
             self._static[key] = memory.weights + memory.gradients + memory.optimizer
@@ -113,6 +113,6 @@ def run_length(workers: int, micro_batches: int, group: int) -> int:
 
 def held(shape: Shape, order: str, group: int) -> tuple[int, int]:
     """Forwards in flight of A0 and of F0."""
-    run = run_length(2 * shape.groups, shape.micro_batches, group)
+    run = run_length(2 * shape.depth, shape.micro_batches, group)
     attention, ffn = (pipelined(shape, place, run) for place in (0, 1))
     return attention, ffn + (PENDING if order == "zero-bubble" else 0)

@@ -40,7 +40,7 @@ class Stages:
     def of(cls, costs: StepCosts) -> Stages:
         """Means over the rounds."""
         shape = costs.shape
-        rounds = -(-shape.layers // shape.groups)
+        rounds = -(-shape.layers // shape.depth)
         compute: dict[tuple[Worker, Phase], float] = defaultdict(float)
         links: dict[tuple[Worker, bool, Phase], float] = defaultdict(float)
         for (op, layer, phase), cost in costs.actions.items():
@@ -53,7 +53,7 @@ class Stages:
                 compute[shape.owner(action), phase] += cost.seconds / rounds
         tail = sum(costs.actions["A", shape.layers, phase].seconds for phase in WAYS)
         return cls(
-            groups=shape.groups,
+            groups=shape.depth,
             rounds=rounds,
             busy=_busiest(compute, links, (shape.tail, tail / rounds)),
             compute=_by_role(compute),

@@ -96,4 +96,4 @@ class Candidate:
     def sort_key(self) -> tuple[float, ...]:
         """Fastest first; ties go to fewest devices, then to the most slack, then to fewest groups and A ranks."""
         layout = self.layout
-        return self.seconds, layout.world, self.bound_seconds, layout.groups, layout.attention, self.group
+        return self.seconds, layout.world, self.bound_seconds, layout.depth, layout.attention, self.group

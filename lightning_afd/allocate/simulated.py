@@ -45,7 +45,7 @@ def simulated_pass(job: Job, ordering: Ordering, *, reduces: bool = True) -> Sim
 
 def pass_seconds(job: Job, ordering: Ordering) -> float:
     """Seconds of a pass without the all-reduce of gradients, extrapolated where it is long."""
-    rounds = -(-len(job.model.moe) // job.layout.groups)
+    rounds = -(-len(job.model.moe) // job.layout.depth)
     runs = ordering.runs(job.micro_batches)
     at_rounds = ROUNDS if rounds > ROUNDS[-1] else (rounds,)
     at_runs = RUNS if runs > RUNS[-1] else (runs,)
@@ -59,7 +59,7 @@ def pass_seconds(job: Job, ordering: Ordering) -> float:
 
 def shorter(job: Job, rounds: int) -> Job:
     """The job with so many rounds of the ring only; dense layers at the start stay."""
-    wanted, layers = rounds * job.layout.groups, list[LayerShape]()
+    wanted, layers = rounds * job.layout.depth, list[LayerShape]()
     for layer in job.model.layers:
         if wanted and layer.experts is not None:
             wanted -= 1
@@ -78,7 +78,7 @@ def load_of(costs: StepCosts, *, reduces: bool = True) -> Load:
     shape, share = costs.shape, costs.update.all_reduce_seconds
     dispatch = costs.actions["D", 0, "f"]
     ratio = dispatch.send_seconds / dispatch.receive_seconds if dispatch.receive_seconds else 1.0
-    segments = -(-shape.layers // shape.groups)
+    segments = -(-shape.layers // shape.depth)
 
     def size(action: Action) -> float:
         cost = costs.of(action)

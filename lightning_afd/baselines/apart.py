@@ -175,7 +175,7 @@ def _divisions(job: Job) -> Iterator[Division]:
 
 def _estimate(division: Division) -> float:
     """About the seconds of a step: the busiest lane and the warm-up, which short runs make longer by transfers."""
-    costs, groups = division.costs, division.shape.groups
+    costs, groups = division.costs, division.shape.depth
     layer = division.shape.layers // 2
     stages = sum(cost.seconds for (op, own, _), cost in costs.actions.items() if own == layer and op in "AE")
     transfer = costs.actions["D", layer, "f"].seconds

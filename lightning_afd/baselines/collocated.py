@@ -203,7 +203,7 @@ class Costs:
 
     def fixed_memory(self) -> float:
         """Bytes of weights, gradients and optimizer state on a rank of the fullest stage."""
-        return max(self._fixed_memory(stage) for stage in range(self.shape.groups))
+        return max(self._fixed_memory(stage) for stage in range(self.shape.depth))
 
     def _fixed_memory(self, stage: int) -> float:
         precision, (dense, experts) = self.job.choices.precision, self._trained(stage)
@@ -214,7 +214,7 @@ class Costs:
 
     def memory(self, schedule: Schedule) -> float:
         """Bytes on a rank of the fullest stage, with the activations that it holds at most."""
-        found = [self._fixed_memory(stage) for stage in range(self.shape.groups)]
+        found = [self._fixed_memory(stage) for stage in range(self.shape.depth)]
         for worker, program in schedule.programs.items():
             found[worker.group] += scheduled_activations(self.part, worker, program)
         return max(found)
@@ -225,7 +225,7 @@ class Costs:
 
     def work(self) -> tuple[list[float], list[float]]:
         """Seconds of computation, and of sending, of each stage for one micro-batch of the shape."""
-        compute, network = ([0.0] * self.shape.groups for _ in range(2))
+        compute, network = ([0.0] * self.shape.depth for _ in range(2))
         for parity in range(self.shape.directions):
             for seconds, found in ((self._seconds, compute), (self._busy, network)):
                 for (op, layer, _), value in seconds.items():
@@ -238,7 +238,7 @@ class Costs:
         """The optimizer's step on the fullest stage."""
         shard = self.job.choices.shard_optimizer
         shares = (self.layout.data, self.layout.replicas) if shard else (1, 1)
-        trained = (self._trained(stage) for stage in range(self.shape.groups))
+        trained = (self._trained(stage) for stage in range(self.shape.depth))
         return optimizer_seconds(self.job, max(dense / shares[0] + experts / shares[1] for dense, experts in trained))
 
 

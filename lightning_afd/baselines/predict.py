@@ -202,5 +202,5 @@ def _estimate(trial: Trial) -> float:
     compute, network = costs.work()
     hidden = method.order == "two-directions" or method.together > 1
     stages = [max(c, n) if hidden else c + n / method.parts for c, n in zip(compute, network, strict=True)]
-    bubble = (costs.shape.groups - 1) / trial.setting.virtual * sum(stages) / len(stages)
+    bubble = (costs.shape.depth - 1) / trial.setting.virtual * sum(stages) / len(stages)
     return costs.shape.micro_batches * max(stages) + bubble * method.parts * method.together

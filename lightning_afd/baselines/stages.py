@@ -26,9 +26,9 @@ class Stages(Shape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.groups <= self.chunks <= self.layers or self.chunks % self.groups:
+        if not 1 <= self.depth <= self.chunks <= self.layers or self.chunks % self.depth:
             raise PlanError(
-                f"{self.chunks} chunks of {self.layers} layers for {self.groups} stages: a multiple of the stages, and "
+                f"{self.chunks} chunks of {self.layers} layers for {self.depth} stages: a multiple of the stages, and "
                 "at most one per layer, is needed"
             )
 
@@ -44,8 +44,8 @@ class Stages(Shape):
         layer = min(segment, self.layers - 1)
         inside = layer // (shorter + 1)
         chunk = inside if inside < longer else (layer - longer) // shorter
-        stage = chunk % self.groups
-        return self.groups - 1 - stage if self.directions == 2 and micro_batch % 2 else stage
+        stage = chunk % self.depth
+        return self.depth - 1 - stage if self.directions == 2 and micro_batch % 2 else stage
 
     def attention(self, segment: int) -> Worker:
         """The A worker of a segment, for even micro-batches."""

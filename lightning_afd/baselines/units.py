@@ -35,7 +35,7 @@ def interleaved(stages: Stages, stage: int, together: int = 1) -> list[Slot]:
     to be a multiple of the stages.
     """
     blocks = [tuple(block) for block in _runs(range(stages.micro_batches), together)]
-    depth, virtual = stages.groups, stages.chunks // stages.groups
+    depth, virtual = stages.depth, stages.chunks // stages.depth
     if virtual > 1 and len(blocks) % depth:
         raise PlanError(f"{len(blocks)} micro-batches for {depth} interleaved stages: a multiple is needed")
     order = [(part, block) for run in _runs(blocks, depth) for part in range(virtual) for block in run]
@@ -56,7 +56,7 @@ def two_directions(stages: Stages, stage: int) -> list[Slot]:
 
     Needs an even number of stages, one chunk each, and an even number of micro-batches, at least two per stage.
     """
-    depth, half = stages.groups, stages.micro_batches // 2
+    depth, half = stages.depth, stages.micro_batches // 2
     if depth % 2 or stages.micro_batches % 2 or half < depth or stages.chunks != depth or stages.directions != 2:
         raise PlanError(
             f"{stages.micro_batches} micro-batches for {depth} stages: DualPipe needs an even number of both, and two "
@@ -69,7 +69,7 @@ class _Dual:
     """One stage's position in its own direction (0) and in the other one (1)."""
 
     def __init__(self, stages: Stages, stage: int) -> None:
-        depth = stages.groups
+        depth = stages.depth
         self.near = min(stage, depth - 1 - stage)
         self.far = depth // 2 - self.near - 1
         self._chunks = (self.near, depth - 1 - self.near)

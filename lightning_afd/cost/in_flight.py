@@ -29,6 +29,6 @@ def pipelined(shape: Shape, place: int, run: int) -> int:
     (v - 1) run + 2 P' - place + j. That is interleaved 1F1B's (v - 1) G + 2 (P - place) (Narayanan et al., 2104.04473)
     with G = run. Workers behind the tail's place have one round less.
     """
-    rounds = -(-shape.layers // shape.groups)
-    turn = 2 * ((shape.layers - 1) % shape.groups) + 2
+    rounds = -(-shape.layers // shape.depth)
+    turn = 2 * ((shape.layers - 1) % shape.depth) + 2
     return min(rounds * shape.micro_batches, (rounds - 1) * run + max(0, 2 * (turn - place) + 1))

@@ -111,8 +111,8 @@ class Job:
             raise PlanError(
                 f"ffn={self.layout.ffn} ranks for {fewest} experts: each needs one, so choose a smaller ffn"
             )
-        if self.layout.groups > len(moe):
-            raise PlanError(f"groups={self.layout.groups} for {len(moe)} MoE layers: choose at most as many groups")
+        if self.layout.depth > len(moe):
+            raise PlanError(f"groups={self.layout.depth} for {len(moe)} MoE layers: choose at most as many groups")
         if self.layout.world > self.cluster.devices:
             raise PlanError(
                 f"{self.layout.describe()} are {self.layout.world} ranks, but the cluster has {self.cluster.devices} "
@@ -124,7 +124,7 @@ class Job:
         """The size of a step, as schedules see it."""
         return Shape(
             layers=len(self.model.moe),
-            groups=self.layout.groups,
+            groups=self.layout.depth,
             micro_batches=self.micro_batches,
             router_logits=self.choices.router_logits,
         )

@@ -64,7 +64,7 @@ def dense_parameters(job: Job, group: int) -> int:
 
 def expert_parameters(job: Job, group: int, index: int) -> int:
     """Parameters that F rank number `index` of a group trains."""
-    own = job.model.moe[group :: job.layout.groups]
+    own = job.model.moe[group :: job.layout.depth]
     found = sum(split_sizes(e.experts, job.layout.ffn)[index] * e.expert_parameters for e in own)
     return found + (0 if job.shared_on_attention else sum(parameters_of(e.shared) for e in own))
 
@@ -77,7 +77,7 @@ def scheduled_activations(job: Job, worker: Worker, program: Iterable[Action]) -
 def bounded_activations(job: Job, worker: Worker, held: int) -> float:
     """The same from a number of forwards in flight alone (`pipelined`), from above: each as large as the largest."""
     if worker.role == "F":
-        sizes = [_expert_bytes(job, layer) for layer in range(worker.group, len(job.model.moe), job.layout.groups)]
+        sizes = [_expert_bytes(job, layer) for layer in range(worker.group, len(job.model.moe), job.layout.depth)]
         return max(held * saved + max(0.0, pending - saved) for saved, pending in sizes)
     segments = [segment for segment in _own(job, worker.group) if not segment.head]
     tails = [segment_bytes(job, segment) for segment in _own(job, worker.group) if segment.head]

@@ -99,8 +99,8 @@ def _layer(job: Job, layer: int, segment: SegmentShape, experts: ExpertsShape) -
 
 def _update(job: Job) -> Update:
     """A group 0 has embedding and head, so that its dense gradients are the most."""
-    dense = [dense_parameters(job, group) for group in range(job.layout.groups)]
-    experts = [expert_parameters(job, group, 0) for group in range(job.layout.groups)]
+    dense = [dense_parameters(job, group) for group in range(job.layout.depth)]
+    experts = [expert_parameters(job, group, 0) for group in range(job.layout.depth)]
     gradients = max(dense) * job.choices.precision.gradient_bytes
     sharded = max(dense) / (job.layout.attention if job.choices.shard_optimizer else 1)
     return Update(

@@ -210,8 +210,8 @@ class Boundary:
             raise PlanError(
                 f"{self._layer.name} is not additive: its output is not (rest of the layer) + (routed experts), the "
                 f"derivative with respect to the experts differs from the identity by {error:.3g}; such a layer is "
-                "suspended at its experts, which needs groups=1, no activation checkpointing around the experts and "
-                "shared_experts='attention'"
+                "suspended at its experts, which needs groups=1 or (1, f), no activation checkpointing around the "
+                "experts and shared_experts='attention'"
             )
         if self._shared is not None:
             self._shared.probe(segment, out, list(self._layer.layer.parameters()))

@@ -92,8 +92,8 @@ def detached(out: Any) -> Any:
 def more_than_hidden(name: str) -> str:
     """Why a layer cannot live in another group than its neighbours."""
     return (
-        f"{name} returns more than its hidden states, for the layers behind it: such a model needs groups=1 and "
-        "head='attention'"
+        f"{name} returns more than its hidden states, for the layers behind it: such a model needs groups=1 or (1, f), "
+        "and head='attention'"
     )
 
 

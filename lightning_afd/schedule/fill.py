@@ -40,7 +40,7 @@ class Pace:
 
 
 def place_of(worker: Worker) -> int:
-    """Position of a worker in the ring A0 F0 A1 F1 ..."""
+    """Position of a worker in the ring A0 F0 A1 F1 ..., where the roles may end at different numbers."""
     return 2 * worker.group + (worker.role == "F")
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import lcm
 from types import MappingProxyType
 from typing import Literal
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Worker
+from lightning_afd.placement import Grouped, Worker
 from lightning_afd.schedule.actions import Action, Phase
-from lightning_afd.schedule.fill import Pace, fill, place_of
+from lightning_afd.schedule.fill import Pace, fill
 from lightning_afd.schedule.passes import place_transfers
 from lightning_afd.schedule.shape import Schedule, Shape
 
@@ -36,12 +37,12 @@ class Knobs:
             if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: an order needs at least 1")
 
-    def check(self, groups: int) -> None:
-        """Raise PlanError where a run is too short for the ring of `groups` groups per role."""
-        workers = 2 * groups
+    def check(self, cut: Grouped) -> None:
+        """Raise PlanError where a run is too short for the ring of the workers of a shape or layout."""
+        workers = len(cut.workers())
         if self.group != "auto" and self.group < workers:
             raise PlanError(
-                f"group={self.group}: a ring of {workers} workers (groups={groups}) needs at least {workers} "
+                f"group={self.group}: a ring of {workers} workers (groups={cut.groups}) needs at least {workers} "
                 "micro-batches in a run"
             )
 
@@ -75,18 +76,30 @@ def layer_major(shape: Shape, _: Knobs = DEFAULTS) -> list[Action]:
 class _Clock:
     """The slots of af-pipe; in each slot a worker does at most one forward and one backward.
 
-    The P = 2p workers A0 F0 A1 F1 ... are the places 0 to P-1 of a ring; a micro-batch moves on by one place per slot,
-    its transfer included, and passes layer l in round l // p. A run of `run` >= P micro-batches passes round 0, one
-    behind the other, then round 1, and so on; then the next run starts. So the forward of the i-th micro-batch of
-    run r in round k at place s has the slot (r rounds + k) run + i + s. At place `turn` of the last round (the tail)
-    it turns and runs back the same way; a tail on F is one place further than A group 0, which hands over to it.
+    With p groups of each role, the P = 2p workers A0 F0 A1 F1 ... are the places 0 to P-1 of a ring; a micro-batch
+    moves on by one place per slot, its transfer included, and passes layer l in round l // p. A run of `run` >= P
+    micro-batches passes round 0, one behind the other, then round 1, and so on; then the next run starts. So the
+    forward of the i-th micro-batch of run r in round k at place s has the slot (r rounds + k) run + i + s. At place
+    `turn` of the last round (the tail) it turns and runs back the same way; a tail on F is one place further than
+    A group 0, which hands over to it.
+    With a attention groups and f ffn groups a round has n = lcm(a, f) layers: per micro-batch it takes n/a visits to
+    each A worker and n/f to each F worker. If all workers are to be busy all the time, these visits last a/n and f/n
+    of a slot, so that a layer takes (a + f)/n slots, a round P = a + f of them, and the rest stays as it is. For
+    a = f = p these are the places above. Slots are counted in parts, n to a slot, so that they are whole numbers.
     Each action has a later slot than those that it waits for. Slots of rounds, layers and micro-batches that don't
     exist stay empty: no count has to be a multiple of another.
     """
 
     rounds: int
     run: int
-    turn: int
+    parts: int
+    """Parts of a slot, and layers of a round (n)."""
+    places: int
+    """Workers (P): parts of a slot that a layer takes."""
+    ahead: int
+    """Parts of a slot from a visit to A to that to F (a)."""
+    last: tuple[int, int]
+    """Round and place of the tail."""
 
     @classmethod
     def of(cls, shape: Shape, knobs: Knobs) -> _Clock:
@@ -94,35 +107,47 @@ class _Clock:
 
         A run of P keeps the ring full; the second P is the slack behind which transfers hide.
         """
-        knobs.check(shape.groups)
-        workers = 2 * shape.groups
+        knobs.check(shape)
+        workers = len(shape.workers())
         if knobs.group == "auto":
             runs = max(1, (shape.micro_batches + workers) // (2 * workers))
         else:
             runs = -(-shape.micro_batches // knobs.group)
-        last_round, last_group = divmod(shape.layers - 1, shape.groups)
+        parts, ahead = lcm(shape.attention_groups, shape.ffn_groups), shape.attention_groups
+        last = (shape.layers - 1) // parts
+        turn = (shape.layers - last * parts) * workers + (ahead if shape.hands_over() else 0)
         return cls(
-            rounds=last_round + 1,
+            rounds=last + 1,
             run=max(workers, -(-shape.micro_batches // runs)),
-            turn=2 * last_group + 2 + shape.hands_over(),
+            parts=parts,
+            places=workers,
+            ahead=ahead,
+            last=(last, turn),
         )
 
+    def place(self, action: Action) -> tuple[int, int]:
+        """Round and place of an A or E action, in parts of a slot; what is behind the last layer has its round."""
+        round_ = min(action.layer // self.parts, self.rounds - 1)
+        ahead = self.ahead if action.op == "E" else 0
+        return round_, (action.layer - round_ * self.parts) * self.places + ahead
+
     def forward(self, round_: int, place: int, m: int) -> int:
-        """Slot of a forward."""
+        """When a forward is due, in parts of a slot."""
         run, index = divmod(m, self.run)
-        return (run * self.rounds + round_) * self.run + index + place
+        return ((run * self.rounds + round_) * self.run + index) * self.parts + place
 
     def tail(self, m: int) -> int:
-        """Slot of the tail, forward and backward."""
-        return self.forward(self.rounds - 1, self.turn, m)
+        """When the tail is due, forward and backward."""
+        return self.forward(*self.last, m)
 
     def backward(self, round_: int, place: int, m: int) -> int:
-        """Slot of a backward: one per place and `run` per round after the tail."""
-        return self.tail(m) + (self.rounds - 1 - round_) * self.run + self.turn - place
+        """When a backward is due: as long after the tail as the forward was before it, `run` slots per round."""
+        last, turn = self.last
+        return self.tail(m) + (last - round_) * self.run * self.parts + turn - place
 
 
 def af_pipe(shape: Shape, knobs: Knobs = DEFAULTS) -> list[Action]:
-    """Interleaved 1F1B over the 2p workers, in runs of about 4p micro-batches: all actions sorted by their slots."""
+    """Interleaved 1F1B over the P workers, in runs of about 2P micro-batches: all actions sorted by their slots."""
     return _by_slots(shape, _Clock.of(shape, knobs), ("f", "b"))
 
 
@@ -132,12 +157,9 @@ def _by_slots(shape: Shape, clock: _Clock, within: tuple[Phase, Phase]) -> list[
     def key(action: Action) -> tuple[int, int]:
         if shape.runs_tail(action):
             return clock.tail(action.micro_batch), 1
-        round_, place = action.layer // shape.groups, place_of(shape.owner(action))
-        if action.layer == shape.layers:
-            round_, place = clock.rounds - 1, clock.turn - 1
-        if action.phase == "f":
-            return clock.forward(round_, place, action.micro_batch), 2 * within.index("f")
-        return clock.backward(round_, place, action.micro_batch), 2 * within.index("b")
+        due = clock.forward if action.phase == "f" else clock.backward
+        turn = within.index("f" if action.phase == "f" else "b")
+        return due(*clock.place(action), action.micro_batch), 2 * turn
 
     return sorted(sequential(shape), key=key)
 
@@ -176,7 +198,7 @@ def largest_group(order: str, shape: Shape, fits: Callable[[Schedule], bool], kn
 
     `fits` judges a schedule, by `in_flight` of its workers for example; raises PlanError where not even P fits.
     """
-    workers = 2 * shape.groups
+    workers = len(shape.workers())
     for group in range(2 * workers, workers - 1, -1):
         if fits(build(order, shape, replace(knobs, group=group))):
             return group

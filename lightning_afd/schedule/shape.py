@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Head, Worker, tail_worker
+from lightning_afd.placement import Grouped, Groups, Head, Worker, as_groups, tail_worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The size of a step. Group g owns the MoE layers l with l mod groups == g, on its A and on its F worker.
+class Shape(Grouped):
+    """The size of a step. A group g owns the attention of the MoE layers l with l mod a == g, F group g the experts of
+    those with l mod f == g, where (a, f) are the groups of the roles.
 
     Segment l < layers leads from the experts of layer l-1 to the dispatch of layer l; segment `layers` is the tail
     (trailing layers, norm, head, loss). With the tail on F ranks (T), A group 0 keeps of that segment only h = base + y
@@ -22,8 +23,8 @@ class Shape:
 
     layers: int
     """MoE layers (L)."""
-    groups: int = 1
-    """Groups per role (p)."""
+    groups: Groups = 1
+    """Groups of each role (p), or (attention, ffn)."""
     micro_batches: int
     """Micro-batches per step and A rank (R)."""
     router_logits: bool = False
@@ -34,27 +35,23 @@ class Shape:
     """Whether the weight gradients of attention segments are actions of their own (A..w)."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "groups", "micro_batches"):
+        object.__setattr__(self, "groups", as_groups(self.groups))
+        for name in ("layers", "micro_batches"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: a schedule needs at least 1")
 
-    def workers(self) -> tuple[Worker, ...]:
-        """All A groups, then all F groups."""
-        groups = range(self.groups)
-        return (*(Worker("A", group) for group in groups), *(Worker("F", group) for group in groups))
-
     def attention(self, segment: int) -> Worker:
         """The A worker of a segment, 0 to `layers`."""
-        return Worker("A", 0 if segment == self.layers else segment % self.groups)
+        return Worker("A", 0 if segment == self.layers else segment % self.attention_groups)
 
     @property
     def tail(self) -> Worker:
         """The worker that runs trailing layers, norm, head and loss."""
-        return tail_worker(self.head, self.groups)
+        return tail_worker(self.head, self.ffn_groups)
 
     def experts(self, layer: int) -> Worker:
         """The F worker of a layer."""
-        return Worker("F", layer % self.groups)
+        return Worker("F", layer % self.ffn_groups)
 
     def owner(self, action: Action) -> Worker:
         """The worker that computes an A, E or T action, or reduces (S)."""

@@ -29,7 +29,7 @@ class ProcessGroups:
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
-        names = CHANNELS if layout.groups == 1 and layout.head == "attention" else CHANNELS + GROUP_CHANNELS
+        names = CHANNELS if layout.attention_groups == 1 and layout.head == "attention" else CHANNELS + GROUP_CHANNELS
         self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in names}
         self._back = self.channels
         if layout.collocated:  # NCCL does what two ranks exchange in one group one after the other, both directions

@@ -154,6 +154,8 @@ def test_a_sweep_leaves_one_tree(tmp_path: Path) -> None:
         (["strategy.attention=1", "strategy.ffn=3"], 4),
         (["strategy.groups=2", "strategy.ffn=1"], 6),
         (["strategy.groups=2", "cluster.num_nodes=4"], 2),
+        (["strategy.groups=[2,1]", "strategy.attention=1"], 4),
+        (["strategy.groups='1,3'", "strategy.ffn=1"], 5),
         (["strategy=auto"], 1),
         (["strategy=auto", "devices=3"], 3),
         (["strategy=ep"], 2),
@@ -175,6 +177,9 @@ def test_devices_follow_the_strategy(overrides: list[str], devices: int) -> None
         (["strategy=flowmoe", "strategy.order=af-pipe"], "choices: experts-only, flowmoe, sequential"),
         (["strategy=ep", "strategy.micro_batches=0"], r"strategy\.micro_batches=0 is not a whole number of at least 1"),
         (["strategy.attention=0"], r"strategy\.attention=0 is not a whole number of at least 1"),
+        (["devices=3", "strategy.groups=[2,1]"], r"but 2 x strategy\.attention=2 \+ 1 x strategy\.ffn=2 are 6: change"),
+        (["strategy.groups=[2,0]"], r"strategy\.groups=\[2, 0\]: at least 1 is needed"),
+        (["strategy.groups=[1,2,3]"], r"strategy\.groups=\[1, 2, 3\]: give one number for both roles, or a pair"),
         (["strategy.micro_batches=1.5"], r"strategy\.micro_batches=1\.5 is not a whole number"),
     ],
 )

@@ -18,6 +18,7 @@ from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
 from lightning_afd.schedule.shape import Shape
 
+UNEQUAL = Shape(layers=4, groups=(2, 1), micro_batches=3)
 DEEP = Shape(layers=4, groups=2, micro_batches=6, router_logits=True)
 
 
@@ -26,6 +27,7 @@ DEEP = Shape(layers=4, groups=2, micro_batches=6, router_logits=True)
     [
         recorded(),
         recorded(simulated(DEEP), DEEP),
+        recorded(simulated(UNEQUAL), UNEQUAL),
         recorded(order="zero-bubble", knobs=Knobs(group=3, pending=2, pace=Pace(transfer=0.25))),
         recorded(expert_maps=(ExpertMap((0, 0, 0), version=7), ExpertMap((0, 0, 0)))),
         recorded(loss=math.inf),

@@ -23,7 +23,7 @@ schedules = st.builds(
     lambda order, **sizes: build(order, Shape(**sizes)),
     st.sampled_from(sorted(ORDERS)),
     layers=st.integers(1, 5),
-    groups=st.integers(1, 3),
+    groups=st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)),
     micro_batches=st.integers(1, 5),
     router_logits=st.booleans(),
     head=st.sampled_from(HEADS),

@@ -140,6 +140,21 @@ def test_one_group_needs_neither_hops_nor_logits() -> None:
     assert {action.op for action in shape.actions()} == set("AEDC")
 
 
+def test_one_attention_group_needs_no_hops_to_several_groups_of_experts() -> None:
+    shape = Shape(layers=3, groups=(1, 2), micro_batches=1, router_logits=True)
+    assert {action.op for action in shape.actions()} == set("AEDC")
+    assert [str(shape.experts(layer)) for layer in range(3)] == ["F0", "F1", "F0"]
+    assert [" ".join(map(str, shape.places(Action("D", layer, "b", 0)))) for layer in (0, 1)] == ["A0 F0", "A0 F1"]
+
+
+def test_one_group_of_experts_serves_several_attention_groups() -> None:
+    shape = Shape(layers=3, groups=(2, 1), micro_batches=1)
+    assert [str(action) for action in shape.actions() if action.op == "H"] == ["H0f0", "H1f0", "H1b0", "H0b0"]
+    places = {"D0f0": "A0 F0", "C0f0": "F0 A1", "D1f0": "A1 F0", "C1f0": "F0 A0", "C1b0": "F0 A1", "D0b0": "A1 F0"}
+    for name, workers in places.items():
+        assert " ".join(map(str, shape.places(Action.parse(name)))) == workers, name
+
+
 def test_a_single_layer_leaves_the_second_group_without_work() -> None:
     shape = Shape(layers=1, groups=2, micro_batches=1)
     assert [str(action) for action in shape.actions() if action.op == "H"] == []

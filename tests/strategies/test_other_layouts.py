@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_afd.checkpoint import CheckpointReader, read_whole
 from lightning_afd.model.experts import rows_of
 from lightning_afd.model.place import is_owned
+from lightning_afd.placement import Groups
 
 SAVED = 3
 STEPS = 6
@@ -85,13 +86,11 @@ def whole(ranks: list[Any]) -> State:
     return {**result, **{name: torch.stack([rows[e] for e in sorted(rows)]) for name, rows in joined.items()}}
 
 
-def train(run: Run, watch: Watch, start: Path | None, groups: int = 1) -> Watch:
+def train(run: Run, watch: Watch, start: Path | None) -> Watch:
     """One epoch, from a checkpoint if there is one, which then overwrites a module with other weights."""
     module = tiny_module(steps=STEPS, seed=0 if start is None else 1, tied=True, experts=5)
     module.__class__ = Grouped
-    options: dict[str, Any] = {} if groups == 1 else {"strategy": {"groups": groups}}
-    trainer = run.trainer(callbacks=[watch], devices=groups * run.world, **options)
-    trainer.fit(module, ckpt_path=start)
+    run.trainer(callbacks=[watch]).fit(module, ckpt_path=start)
     return watch
 
 
@@ -158,16 +157,18 @@ def test_the_layouts_agree_without_interruption(origins: Origins) -> None:
     assert worst(origins["afd"].state, origins["alone"].state)[0] < 1e-2
 
 
-@pytest.mark.parametrize(("layout", "groups"), [("1A+1F", 1), ("1A+2F", 1), ("1A+1F", 2), ("2flowmoe", 1)])
+@pytest.mark.parametrize(
+    ("layout", "groups"), [("1A+1F", 1), ("1A+2F", 1), ("1A+1F", 2), ("1A+2F", (2, 1)), ("2flowmoe", 1)]
+)
 def test_a_directory_goes_on_in_another_layout_and_back(
-    pool: RankPool, origins: Origins, layout: str, groups: int, tmp_path: Path
+    pool: RankPool, origins: Origins, layout: str, groups: Groups, tmp_path: Path
 ) -> None:
-    run, origin = Run(layout=layout), origins["afd"]
-    ranks = pool.run(train, groups * run.world, run, Watch(), origin.path, groups)
+    run, origin = Run(layout=layout, groups=groups), origins["afd"]
+    ranks = pool.run(train, run.world, run, Watch(), origin.path)
     check(ranks, origin, losses_of(origins)[SAVED:])
-    if groups == 2 or run.is_together:
+    if groups != 1 or run.is_together:
         path = tmp_path / "back.ckpt"
-        again = Origin(path, pool.run(train, groups * run.world, run, Watch(path), None, groups))
+        again = Origin(path, pool.run(train, run.world, run, Watch(path), None))
         check(pool.run(train, 4, Run(), Watch(), path), again, losses_of(origins)[SAVED:])
 
 

@@ -124,6 +124,18 @@ def test_the_first_cause_of_a_users_own_error(
         ({"reduce_chunk_bytes": 0}, "reduce_chunk_bytes=0: choose 'auto', None or a number of bytes"),
         ({"attention": 0, "ffn": 2}, "attention=0"),
         ({"groups": 2, "micro_batch_group": 3}, "at least 4 micro-batches in a run"),
+        (
+            {"groups": (2, 1), "micro_batch_group": 2},
+            "a ring of 3 workers (groups=(2, 1)) needs at least 3 micro-batches",
+        ),
+        ({"groups": (1, 2, 3)}, "groups=(1, 2, 3): give one number for both roles, or a pair (attention groups, ffn"),
+        ({"groups": "2,0"}, "groups=2,0: at least 1 is needed"),
+        ({"groups": [2, 1]}, "cannot divide 2 ranks into equal halves of (2, 1) group(s)"),
+        (
+            {"groups": "2, 1", "attention": 1, "ffn": 2},
+            "needs 4 ranks (2 x 1A + 1 x 2F), but the Trainer has 2 (devices x num_nodes): set devices=4, or choose "
+            "attention and ffn so that 2 * attention + 1 * ffn = 2",
+        ),
         ({"pending_weight_gradients": 0}, "pending=0: an order needs at least 1"),
     ],
 )
