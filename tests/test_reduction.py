@@ -22,6 +22,7 @@ from lightning_afd.placement import Layout
 from lightning_afd.reduction import MOST_CHUNKS, ChunkedSum, Piece, StepGradients, cut
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS
+from lightning_afd.schedule.together import TOGETHER_ORDERS
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 
 ONE_BYTE, HUGE = 1, 2**40
@@ -79,6 +80,13 @@ def test_step_equals_the_plain_loop(attention: int, ffn: int, groups: int, order
     check_steps(LocalJob(model, layout, order), model, make_batches(attention, 3), (ONE_BYTE, 1000, HUGE))
 
 
+@pytest.mark.parametrize("order", TOGETHER_ORDERS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_step_of_ranks_with_both_roles_equals_the_plain_loop(ranks: int, order: str) -> None:
+    model = model_of()
+    check_steps(LocalJob(model, Layout.together(ranks), order), model, make_batches(ranks, 3), (ONE_BYTE, 1000, HUGE))
+
+
 @pytest.mark.parametrize("layout", [Layout(attention=2, ffn=2), Layout(attention=2, ffn=2, groups=2)])
 def test_tied_weights_dense_layers_and_ranks_short_of_rows(layout: Layout) -> None:
     """The second replica has one micro-batch, whose labels are all masked, of three."""
@@ -94,9 +102,9 @@ def test_heads_on_f_ranks_are_summed_behind_the_step() -> None:
     check_steps(LocalJob(model, layout), model, make_batches(2, 3), (ONE_BYTE, 1000, HUGE))
 
 
-@pytest.mark.parametrize("order", ["layer-major", "af-pipe", "zero-bubble"])
+@pytest.mark.parametrize("order", ["layer-major", "af-pipe", "zero-bubble", "experts-only", "flowmoe"])
 def test_chunks_start_before_the_last_backward_one_at_a_time(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    job = LocalJob(model_of(), Layout(attention=2, ffn=2), order)
+    job = LocalJob(model_of(), Layout.together(2) if order in TOGETHER_ORDERS else Layout(attention=2, ffn=2), order)
     places: list[Action | None] = []
     start = LocalTransport.start_sum_over_replicas
 
@@ -115,7 +123,8 @@ def test_chunks_start_before_the_last_backward_one_at_a_time(monkeypatch: pytest
     assert chunks[0].start < chunks[0].end < last and chunks[0].nbytes == 504  # whole numbers of 8 bytes
     assert all(first.end <= second.start for first, second in pairwise(chunks[: len(during)]))
     assert len(set(during)) == len(during) >= 3 and len(places) > len(during)
-    assert {span.action.op for span in runtime.spans} == set("ADC") and job.engines[2].runtime.reduces == []
+    assert {span.action.op for span in runtime.spans} == set("ADCE" if job.layout.collocated else "ADC")
+    assert all(engine.is_attention or engine.runtime.reduces == [] for engine in job.engines)
 
 
 def test_gradients_that_come_after_their_segment_was_complete_are_summed_too(monkeypatch: pytest.MonkeyPatch) -> None:

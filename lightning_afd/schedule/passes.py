@@ -88,7 +88,7 @@ def place_reduces(schedule: Schedule) -> Schedule:
     """
     programs = dict(schedule.programs)
     for worker, program in schedule.programs.items():
-        if worker.role == "A" and program:
+        if worker.role == "A":
             placed = with_places(schedule.shape, [Step(worker, action) for action in program])
             programs[worker] = tuple(step.action for step in placed)
     return replace(schedule, programs=programs)
@@ -96,7 +96,7 @@ def place_reduces(schedule: Schedule) -> Schedule:
 
 def with_places(shape: Shape, program: Sequence[Step]) -> tuple[Step, ...]:
     """The same for the program of a rank with attention, which may have experts, too."""
-    return tuple(_with_places(shape, program))
+    return tuple(_with_places(shape, program)) if program else ()
 
 
 def _with_places(shape: Shape, program: Sequence[Step]) -> Iterator[Step]:

@@ -22,9 +22,7 @@ from lightning_afd.schedule.shape import Schedule, Shape
 
 @dataclass(frozen=True)
 class Together:
-    """The program of all ranks of a collocated layout. Passes over it are Together -> Together: one that puts chunks of
-    the gradient reduction into gaps would insert its actions into `program`.
-    """
+    """The program of all ranks of a collocated layout. Passes over it are Together -> Together."""
 
     shape: Shape
     order: str

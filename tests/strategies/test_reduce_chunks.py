@@ -136,6 +136,12 @@ def test_layouts_with_groups_and_heads_on_f_ranks(pool: RankPool) -> None:
     assert same(ranks[0][1], ranks[1][1]) and same(ranks[0][1], ranks[2][1])
 
 
+def test_ranks_with_both_roles(pool: RankPool) -> None:
+    run = Run(layout="2flowmoe", precision="64-true")
+    for rank in pool.run(fit, 2, [Case(chunk_bytes=size, run=run) for size in (None, 1000)]):
+        assert same(*rank)
+
+
 def test_a_chunk_that_is_left_out_lets_ranks_go_apart(pool: RankPool) -> None:
     first, second, _ = pool.run(fit, 3, [Case(chunk_bytes=4000, skips=True)])
     assert not same(first[0], second[0])
