@@ -158,18 +158,21 @@ def test_the_layouts_agree_without_interruption(origins: Origins) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "groups"), [("1A+1F", 1), ("1A+2F", 1), ("1A+1F", 2), ("1A+2F", (2, 1)), ("2flowmoe", 1)]
+    ("layout", "groups"),
+    [("1A+1F", 1), ("1A+2F", 1), ("1A+1F", 2), ("1A+2F", (2, 1)), ("1A+1F", (1, 2)), ("2flowmoe", 1)],
 )
-def test_a_directory_goes_on_in_another_layout_and_back(
+def test_a_directory_goes_on_in_another_layout(pool: RankPool, origins: Origins, layout: str, groups: Groups) -> None:
+    run, origin = Run(layout=layout, groups=groups), origins["afd"]
+    check(pool.run(train, run.world, run, Watch(), origin.path), origin, losses_of(origins)[SAVED:])
+
+
+@pytest.mark.parametrize(("layout", "groups"), [("1A+1F", 2), ("1A+1F", (2, 1)), ("2flowmoe", 1)])
+def test_a_directory_comes_back_from_several_groups(
     pool: RankPool, origins: Origins, layout: str, groups: Groups, tmp_path: Path
 ) -> None:
-    run, origin = Run(layout=layout, groups=groups), origins["afd"]
-    ranks = pool.run(train, run.world, run, Watch(), origin.path)
-    check(ranks, origin, losses_of(origins)[SAVED:])
-    if groups != 1 or run.is_together:
-        path = tmp_path / "back.ckpt"
-        again = Origin(path, pool.run(train, run.world, run, Watch(path), None))
-        check(pool.run(train, 4, Run(), Watch(), path), again, losses_of(origins)[SAVED:])
+    run, path = Run(layout=layout, groups=groups), tmp_path / "back.ckpt"
+    origin = Origin(path, pool.run(train, run.world, run, Watch(path), None))
+    check(pool.run(train, 4, Run(), Watch(), path), origin, losses_of(origins)[SAVED:])
 
 
 def test_uneven_data_parallel_sizes(pool: RankPool, origins: Origins) -> None:
