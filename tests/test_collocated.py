@@ -11,6 +11,7 @@ from local_job import Batches, LocalJob, make_batches, micro_batch_loss, plain_s
 from tiny import TinyMoE, tiny
 from torch import Tensor
 
+from lightning_afd import reduction
 from lightning_afd.errors import PlanError, ProtocolError
 from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.model.experts import ExpertShard
@@ -19,7 +20,6 @@ from lightning_afd.model.routing import Route
 from lightning_afd.optimizer import measure_norm
 from lightning_afd.placement import Layout
 from lightning_afd.plan import Plan
-from lightning_afd.recipes import local_job as job_module
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS
 from lightning_afd.schedule.together import TOGETHER_ORDERS
@@ -238,7 +238,7 @@ def test_comparison_sees_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             return difference(2, make_batches(2, 2), "flowmoe", **choices)
 
     assert broken(FFNRank, "_answer", without_own_rows) > 1e-3
-    assert broken(job_module, "sum_over_replicas", lambda *args: None) > 1e-3
+    assert broken(reduction, "sum_over_replicas", lambda *args: None) > 1e-3
     assert broken(Route, "sum_weights", lambda *args: SUM(*args).flip(1), dedup=False) > 1e-3
 
 
