@@ -282,7 +282,7 @@ class Lookahead:
 
 def test_wrapped_optimizers_are_refused() -> None:
     inner = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    refuse_optimizer(inner, divided=True)
-    refuse_optimizer(Lookahead(inner), divided=False)
+    refuse_optimizer(inner, "afd", divided=True)
+    refuse_optimizer(Lookahead(inner), "afd", divided=False)
     with pytest.raises(MisconfigurationException, match="state of Lookahead, because it wraps SGD"):
-        refuse_optimizer(Lookahead(inner), divided=True)
+        refuse_optimizer(Lookahead(inner), "afd", divided=True)
