@@ -1,10 +1,12 @@
 # Everything runs in .venv, which is made on first use. Override PYTHON to choose the interpreter (3.11 or later),
-# PIP_FLAGS for pip (an index with CPU builds of torch, for example), ARGS for pytest or for the recipe.
+# PIP_FLAGS for pip (an index with CPU builds of torch, for example), ARGS for pytest or for the recipe, JOBS for how many
+# parts of the suite run at once (0: in one process).
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
+JOBS ?= 2
 PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py waits.py regime.py recording schedule cost \
 	backlog.py simulate.py baselines allocate tune.py report))
 
@@ -34,7 +36,7 @@ train: $(stamp)  ## pre-train the small default model: make train ARGS='trainer.
 	$(bin)/lightning-afd pretrain $(ARGS)
 
 test: $(stamp)  ## run the whole test suite, warnings are errors: make test ARGS='-k pool'
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(stamp)  ## end and resume a job again and again, then compare it with a quiet one: make soak ARGS='--rounds 4'
 	$(bin)/python tests/soak.py $(ARGS)
