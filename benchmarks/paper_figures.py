@@ -1,7 +1,6 @@
 """Write docs/paper.md and its pictures: simulated results beside those of DisagMoE and FlowMoE.
 
-Inputs are shapes (conf/model, and FlowMoE's in paper/flowmoe.py) and hardware rates (conf/cluster); one way of
-looking at FlowMoE also takes its published times.
+Inputs are shapes (conf/model, and FlowMoE's in paper/flowmoe.py) and hardware rates (conf/cluster).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from paper.jobs import Section
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 INTRODUCTION = """# Simulated results beside the papers'
 
-Written by `python benchmarks/paper_figures.py`, from shapes (conf/model) and hardware rates (conf/cluster), but for
-the second table of FlowMoE and its ablation, which take times that FlowMoE published. All methods run in the same
-simulator (`lightning_afd.simulate`) with the same costs (`lightning_afd.cost`) and the same transport; what each
-baseline models is said in `lightning_afd/baselines/predict.py`. The papers are DisagMoE (2605.11005) and FlowMoE
+Written by `python benchmarks/paper_figures.py`, from shapes (conf/model; FlowMoE's in benchmarks/paper/flowmoe.py) and
+hardware rates (conf/cluster) alone. All methods run in the same simulator (`lightning_afd.simulate`) with the same
+costs (`lightning_afd.cost`) and the same transport; what each baseline models is said in
+`lightning_afd/baselines/predict.py`. The papers are DisagMoE (2605.11005) and FlowMoE
 (2510.00207), both known here second-hand. Nothing is fitted to DisagMoE. For FlowMoE the batch, the top-k of the
 custom layer, and the efficiency of PCIe were chosen with its published times in view, and the latency of a chunk
 after a first look at the best S_p: absolute times and S_p of its tables are no independent check. The head of the
