@@ -37,7 +37,7 @@ from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Role, Worker
 from lightning_afd.plan import Plan
-from lightning_afd.receives import Receives
+from lightning_afd.receives import Expected, Receives
 from lightning_afd.reduction import ChunkedSum
 from lightning_afd.runtime import Handlers, Runtime
 from lightning_afd.schedule.actions import Step
@@ -80,6 +80,7 @@ class Engine:
         self._transport = transport
         self._programs: dict[tuple[int, bool], Programs] = {}
         self._with_places: dict[int, tuple[Step, ...]] = {}
+        self._expected: dict[tuple[int, bool], Expected] = {}
         self.sums: ChunkedSum | None = None
         """Sums dense gradients during a step, on A ranks that are not alone in their group."""
         self._step = 0
@@ -255,7 +256,7 @@ class Engine:
         program = self.program(micro_batches, training=training)
         self._step += 1
         self.link.begin(self._step)
-        receives = Receives(self.link, self._peers, program)
+        receives = Receives(self.link, self._peers, self._expects(micro_batches, training=training))
         try:
             if self.attention is not None:
                 self.attention.begin(steps, micro_batches, receives, training=training)
@@ -293,6 +294,13 @@ class Engine:
         if micro_batches not in self._with_places:
             self._with_places[micro_batches] = with_places(programs.schedule.shape, program)
         return self._with_places[micro_batches]
+
+    def _expects(self, micro_batches: int, *, training: bool) -> Expected:
+        """What comes to this rank; places for chunks of gradients change nothing about it."""
+        key = (micro_batches, training)
+        if key not in self._expected:
+            self._expected[key] = Expected(self._peers, self.program(micro_batches, training=training))
+        return self._expected[key]
 
     @property
     def tokens(self) -> int:

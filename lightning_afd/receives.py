@@ -17,14 +17,22 @@ AHEAD = 8
 """How many computations that wait for messages look ahead: their buffers are offered while an earlier one runs."""
 
 
+class Expected:
+    """The receives of a rank's program, in its order; the same for every step that runs it."""
+
+    def __init__(self, peers: Peers, program: Sequence[Step]) -> None:
+        self.blocks = _blocks(peers, program)
+        """Those together that no computation divides."""
+        self.block_of = {action: number for number, block in enumerate(self.blocks) for action in block}
+
+
 class Receives:
     """The messages that come to one rank in one step."""
 
-    def __init__(self, link: Link, peers: Peers, program: Sequence[Step]) -> None:
+    def __init__(self, link: Link, peers: Peers, expected: Expected) -> None:
         self._link = link
         self._peers = peers
-        self._blocks = _blocks(peers, program)
-        self._block_of = {action: number for number, block in enumerate(self._blocks) for action in block}
+        self._blocks, self._block_of = expected.blocks, expected.block_of
         self._posted: dict[Action, list[Posted]] = {}
         self._next = 0
         self._post_until(AHEAD)
@@ -42,7 +50,6 @@ class Receives:
 
 
 def _blocks(peers: Peers, program: Sequence[Step]) -> list[list[Action]]:
-    """The receives of a program, those together that no computation divides."""
     blocks: list[list[Action]] = []
     divided = True
     for step in program:

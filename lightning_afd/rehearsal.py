@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout
-from lightning_afd.receives import Receives
+from lightning_afd.receives import Expected, Receives
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.schedule.shape import Schedule
@@ -50,6 +50,7 @@ class Rehearsal:
         self._load = load
         self._clock = clock or Clock()
         self._peers = Peers(layout, shape, rank)
+        self._expected = Expected(self._peers, self._program)
         self._link = Link(transport, rank, CPU)
         self._step = 0
         self._receives: Receives
@@ -61,7 +62,7 @@ class Rehearsal:
         """One step; returns its spans."""
         self._step += 1
         self._link.begin(self._step)
-        self._receives = Receives(self._link, self._peers, self._program)
+        self._receives = Receives(self._link, self._peers, self._expected)
         self._runtime.run(self._program)
         self._link.release()
         return self._runtime.spans
