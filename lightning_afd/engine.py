@@ -10,30 +10,16 @@ import torch
 from torch import nn
 
 from lightning_afd.attention_rank import AttentionRank
-from lightning_afd.errors import PlanError
 from lightning_afd.expert_load import ExpertCounts
 from lightning_afd.ffn_rank import FFNRank
-from lightning_afd.gradients import buckets
 from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
-from lightning_afd.model.hub_import import load_pretrained
-from lightning_afd.model.materialise import materialise
-from lightning_afd.model.place import (
-    check_head_is_apart,
-    dense_parameters,
-    keep_all_but_other_experts,
-    keep_attention,
-    keep_experts,
-    keep_experts_and_tail,
-    mark_placed,
-    placed_at,
-    segments_of_dense,
-    stub_embeddings,
-)
+from lightning_afd.model.place import segments_of_dense, stub_embeddings
 from lightning_afd.model.port import Cut, forbid, install
 from lightning_afd.model.routing import Router
 from lightning_afd.model.shared import WithShared
 from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
+from lightning_afd.owned import Owned
 from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Role, Worker
 from lightning_afd.plan import Plan
@@ -88,6 +74,7 @@ class Engine:
         """Seed of the job, that of rank 0."""
         self._undo: list[Callable[[], None]] = []
         self._peers = Peers(plan.layout, plan.shape(1), rank)
+        self._owned = Owned(plan, rank, collectives)
 
     @property
     def is_attention(self) -> bool:
@@ -115,60 +102,15 @@ class Engine:
         return self.worker == Worker("A", 0)
 
     def place(self, root: nn.Module, layers: Sequence[MoELayer]) -> None:
-        """Leave this rank only the parameters that it owns; the others go to the meta device under the same names.
-
-        A model that was placed like this before stays as it is; raises PlanError where it was placed otherwise.
-        """
-        moved = " with shared experts on F ranks" if self.plan.shared_experts == "ffn" else ""
-        place = f"rank {self.rank} of {self.plan.layout.describe()}{moved}"
-        before = placed_at(layers)
-        if before is not None and before != place:
-            raise PlanError(f"this model was split for {before} and cannot serve {place}: build a new one")
-        if before is not None:
-            return
-        decoder = decoder_layers(root, layers)
-        if self.plan.layout.head == "ffn":
-            check_head_is_apart(root, decoder)
-        mark_placed(layers, place)
-        owned = [layers[index] for index in self._peers.layers]
-        index = self.plan.layout.index_of(self.rank)
-        if not self.has_experts:
-            keep_attention(root, decoder, self._peers.owned_segments)
-        elif self.is_attention:
-            keep_all_but_other_experts(owned, self.expert_maps(), index)
-        elif self.has_tail:
-            keep_experts_and_tail(root, decoder, owned, self.expert_maps(), index)
-        else:
-            keep_experts(root, owned, self.expert_maps(), index)
+        """Leave this rank only the parameters that it owns (Owned.place)."""
+        self._owned.place(root, layers)
 
     def materialise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
-        """Collective: give what this rank owns and was made on the meta device its first values, from a folder where
-        the model names one, and make the parameters that all ranks of a group hold equal to those of the first one.
-        """
+        """Collective: give what this rank owns and was made on the meta device its first values (Owned.materialise)."""
         seed = self.collectives.broadcast_object(torch.initial_seed(), 0)
         assert isinstance(seed, int)
         self.seed = seed
-        index = self.plan.layout.index_of(self.rank)
-        ids: dict[nn.Module, Sequence[int]] = {}
-        if self.has_experts:
-            maps = self.expert_maps()
-            ids = {layers[layer].experts: maps[layer].rank_to_experts(index) for layer in self._peers.layers}
-        load_pretrained(root, ids, device)
-        materialise(root, ids, device, seed)
-        if len(self.plan.layout.copies_of(self.rank)) > 1:
-            self._equalise(root, layers)
-
-    def _equalise(self, root: nn.Module, layers: Sequence[MoELayer]) -> None:
-        """A script without a seed starts every rank with other weights: replicas take those of the first one."""
-        experts = {id(b) for layer in layers for b in layer.experts.buffers()}
-        tensors = [p.data for p in dense_parameters(root)]
-        tensors += [b for b in root.buffers() if b.device.type != "meta" and b.is_floating_point()]
-        tensors = [tensor for tensor in tensors if id(tensor) not in experts]
-        for bucket in buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            self.collectives.copy_from_first_replica(flat)
-            for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        self._owned.materialise(root, layers, device, seed)
 
     def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""

@@ -140,7 +140,7 @@ def test_each_rank_reads_its_own_tensors_only(
         load_pretrained(root, *args)
         by_model[id(root)] = reads.take()
 
-    monkeypatch.setattr("lightning_afd.engine.load_pretrained", load)
+    monkeypatch.setattr("lightning_afd.owned.load_pretrained", load)
     read = [by_model[id(part)] for part in start(model, layout)]
     attention, ffn = read[: layout.groups], read[layout.groups :]
     assert all(experts.isdisjoint(rank) for rank in attention)
