@@ -6,11 +6,13 @@ same engine as in training; its F rank returns what it gets. Experts run apart, 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import BatchShape, Choices, Job
 from lightning_afd.cost.measured import Point
-from lightning_afd.cost.times import StepCosts, step_costs
+from lightning_afd.cost.times import Key, StepCosts, step_costs
 from lightning_afd.cost.traffic import load_of
 from lightning_afd.engine import Engine
 from lightning_afd.model.experts import ExpertShard, shard_experts
@@ -29,15 +31,17 @@ from lightning_afd.model.sample import Sample
 from lightning_afd.model.split import MoELayer
 from lightning_afd.placement import Layout
 from lightning_afd.plan import make_plan
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Phase
 from lightning_afd.segments import UserStep
 from lightning_afd.timeline import Span
 from lightning_afd.transport.base import Channel, Incoming
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 
 TOGETHER = Layout(attention=1, ffn=1)
-FEWEST = 3
+FEWEST = 2
 """Repetitions after a first one, whatever they take."""
+IN_FLIGHT = 4
+"""Micro-batches whose activations are there at the same time, as new memory costs more than memory that is warm."""
 Times = dict[str, float]
 """Seconds by kind of action."""
 
@@ -149,33 +153,31 @@ class _SampleJob:
 
     def times(self, seconds: float) -> tuple[Times, Times]:
         """Seconds by kind on the A rank, and of packing on the F rank by phase."""
-        mine, others = _Shortest(), _Shortest()
-        for _ in _repetitions(self._setting, seconds):
+        mine, others = _Taken(), _Taken()
+        for repetition in _repetitions(self._setting, seconds):
             self._step()
-            mine.add(self._attention.runtime.spans)
-            others.add(self._echo.runtime.spans)
-        layers = len(self._sample.layers)
-        packing = {
-            way: sum(mean for kind, mean in others.sums(layers).items() if kind in ("D" + way, "C" + way))
-            for way in "fb"
-        }
-        return _attention_kinds(mine.found, layers), {way: value / layers for way, value in packing.items()}
+            if repetition:  # the first one asks for buffers
+                mine.add_spans(self._attention.runtime.spans)
+                others.add_spans(self._echo.runtime.spans)
+        return _attention_times(mine, len(self._sample.layers)), _packing_times(others, len(self._sample.layers))
 
     def optimizer(self, seconds: float) -> Point:
         """One update of all that the A rank trains, by AdamW."""
         parameters = [parameter for _, parameter in owned_parameters(self.model) if parameter.grad is not None]
         optimizer = torch.optim.AdamW(parameters, lr=0.0)
-        taken = [_timed(self._setting, optimizer.step) for _ in _repetitions(self._setting, seconds)]
+        taken = _Taken()
+        for repetition in _repetitions(self._setting, seconds):
+            _Timed(self._setting, taken if repetition else _Taken())("w", optimizer.step)
         count = sum(parameter.numel() for parameter in parameters)
         estimate = self._setting.costs(self._sample, TOGETHER).update.optimizer_seconds
         whole = _trained(self._setting.job(self._sample, TOGETHER))
-        return Point(estimate=estimate * count / whole, seconds=min(taken))
+        return Point(estimate=estimate * count / whole, seconds=next(iter(taken.typical().values())))
 
     def _rank(self, rank: int, kind: type[Engine]) -> tuple[Engine, nn.Module]:
         model, transport = self._sample.copy(), _Local(self._network, rank, self._setting.time)
         choices = self._setting.choices
         plan, layers = make_plan(
-            model, TOGETHER, order="sequential", micro_batches=1, split_attention=choices.split_attention
+            model, TOGETHER, order="af-pipe", micro_batches=IN_FLIGHT, split_attention=choices.split_attention
         )
         engine = kind(plan, rank, transport, transport)
         engine.place(model, layers)
@@ -187,8 +189,9 @@ class _SampleJob:
 
     def _step(self) -> None:
         step = UserStep(function=self._loss, around=self._setting.around, weight=1.0, loss_of=lambda loss: loss)
-        run = [lambda: self._attention.run([step], 1, training=True), lambda: self._echo.run([], 1, training=True)]
-        self._network.run(run)
+        steps: list[UserStep] = [step] * IN_FLIGHT
+        pairs = ((self._attention, steps), (self._echo, []))
+        self._network.run([partial(engine.run, own, IN_FLIGHT, training=True) for engine, own in pairs])
 
     def _loss(self) -> Tensor:
         found = self.model(input_ids=self._ids_BS, labels=self._ids_BS).loss
@@ -202,35 +205,42 @@ def _trained(job: Job) -> float:
     return float(max(dense_parameters(job, 0), expert_parameters(job, 0, 0)))
 
 
-def _attention_kinds(seconds: Mapping[Action, float], layers: int) -> Times:
-    """What an A rank does for a message belongs to the segment that sends it or needs it."""
+class _Taken:
+    """Seconds of whatever is repeated, by what it is."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, list[float]] = defaultdict(list)
+
+    def add(self, key: Key, seconds: float) -> None:
+        self._found[key].append(seconds)
+
+    def add_spans(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            self.add((span.action.op, span.action.layer, span.action.phase), span.seconds)
+
+    def typical(self) -> dict[Key, float]:
+        """Of each."""
+        return {key: statistics.median(values) for key, values in self._found.items()}
+
+
+def _attention_times(taken: _Taken, layers: int) -> Times:
+    """Seconds by kind, sums over the layers: what an A rank does for a message belongs to the segment that sends it or
+    needs it."""
     found: Times = defaultdict(float)
-    for action, taken in seconds.items():
-        sends_f = (action.op, action.phase) == ("D", "f")
-        segment = action.layer
-        if action.is_transfer:
-            belongs_here = sends_f or (action.op, action.phase) == ("C", "b")
-            segment = action.layer if belongs_here else action.layer + 1
-        found[("T" if segment == layers else "A") + action.phase] += taken
+    for (op, layer, phase), seconds in taken.typical().items():
+        elsewhere = (op, phase) in (("C", "f"), ("D", "b"))
+        segment = layer + 1 if elsewhere else layer
+        found[("T" if segment == layers else "A") + phase] += seconds
     return found
 
 
-class _Shortest:
-    """The shortest time of each action over repetitions."""
-
-    def __init__(self) -> None:
-        self.found: dict[Action, float] = {}
-
-    def add(self, spans: Sequence[Span]) -> None:
-        for span in spans:
-            self.found[span.action] = min(span.seconds, self.found.get(span.action, float("inf")))
-
-    def sums(self, layers: int) -> Times:
-        """By op and phase."""
-        found: Times = defaultdict(float)
-        for action, seconds in self.found.items():
-            found[action.op + action.phase] += seconds
-        return found
+def _packing_times(taken: _Taken, layers: int) -> Times:
+    """What an F rank does for the messages of a layer, by phase."""
+    found: Times = defaultdict(float)
+    for (op, _, phase), seconds in taken.typical().items():
+        if op in "DC":
+            found[phase] += seconds / layers
+    return found
 
 
 def _experts_times(sample: Sample, setting: Setting, layout: Layout, seconds: float) -> Times:
@@ -244,19 +254,14 @@ def _experts_times(sample: Sample, setting: Setting, layout: Layout, seconds: fl
     idx_TK = idx_TK[(idx_TK >= 0).any(1)].to(setting.device)
     x_TH = torch.randn(len(idx_TK), sample.shape.hidden, generator=generator).to(setting.device, setting.dtype)
     w_TK = torch.full(idx_TK.shape, 1 / layer.top_k, device=setting.device)
-    found: Times = {}
-    for _ in _repetitions(setting, seconds):
-        marks = [setting.time()]
-        _, saved = shard.forward(x_TH, idx_TK, w_TK)
-        marks.append(setting.time())
-        assert saved is not None
-        _, _, pending = shard.backward(saved, x_TH)
-        marks.append(setting.time())
-        shard.weight_gradient(pending)
-        marks.append(setting.time())
-        for kind, start, end in zip(("Ef", "Eb", "Ew"), marks, marks[1:], strict=False):
-            found[kind] = min(found.get(kind, float("inf")), end - start)
-    return found
+    taken = _Taken()
+    for repetition in _repetitions(setting, seconds):
+        timed = _Timed(setting, taken if repetition else _Taken())
+        saved = [timed("f", lambda: shard.forward(x_TH, idx_TK, w_TK))[1] for _ in range(IN_FLIGHT)]
+        pending = [timed("b", lambda one=one: shard.backward(one, x_TH))[2] for one in saved]
+        for one in pending:
+            timed("w", lambda one=one: shard.weight_gradient(one))
+    return {f"E{phase}": seconds for (_, _, phase), seconds in taken.typical().items()}
 
 
 def _experts_of(layer: MoELayer, owned: int, setting: Setting) -> nn.Module:
@@ -272,10 +277,17 @@ def _experts_of(layer: MoELayer, owned: int, setting: Setting) -> nn.Module:
     return module
 
 
-def _timed(setting: Setting, call: Callable[[], object]) -> float:
-    start = setting.time()
-    call()
-    return setting.time() - start
+class _Timed:
+    """Calls something and notes how long it took."""
+
+    def __init__(self, setting: Setting, taken: _Taken) -> None:
+        self._setting, self._taken = setting, taken
+
+    def __call__(self, phase: Phase, call: Callable[[], Any]) -> Any:
+        start = self._setting.time()
+        result = call()
+        self._taken.add(("E", 0, phase), self._setting.time() - start)
+        return result
 
 
 def _repetitions(setting: Setting, seconds: float) -> Iterator[int]:
