@@ -16,12 +16,12 @@ from torch import nn
 
 from lightning_afd.allocate.choose import Effort, choose
 from lightning_afd.calibrate import RankLinks, calibrate
-from lightning_afd.calibrate_compute import Setting
-from lightning_afd.calibrate_links import COUNTS, far_peer, measure_pair, near_peer
+from lightning_afd.calibrate.links import COUNTS, far_peer, measure_pair, near_peer
+from lightning_afd.calibrate.setting import Setting
 from lightning_afd.cost.hardware import Cluster, Link
 from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices
 from lightning_afd.cost.measured import fit_link
-from lightning_afd.cost.times import StepCosts
+from lightning_afd.cost.times import StepCosts, step_costs
 from lightning_afd.errors import PlanError
 from lightning_afd.model.sample import sample_of
 from lightning_afd.placement import Layout
@@ -74,7 +74,7 @@ def calibrated(model: nn.Module, now: Callable[[], float], choices: Choices = CH
 
 def estimates(model: nn.Module) -> StepCosts:
     setting = Setting(device=CPU, batch=BATCH, cluster=named_cluster("local"), choices=CHOICES)
-    return setting.costs(sample_of(model, torch.float32, CPU), Layout(attention=1, ffn=1))
+    return step_costs(setting.job(sample_of(model, torch.float32, CPU), Layout(attention=1, ffn=1)))
 
 
 @pytest.mark.parametrize("tick", [1.0, 2.0])
