@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
@@ -331,17 +331,21 @@ class _Run:
         return start, start + seconds
 
     def reduces(self) -> tuple[Carried, ...]:
-        """The chunks of all reduces, or the reduces of all layers, each worker's one after another."""
+        """The chunks of all reduces, or the reduces of all layers, first come, first served."""
         if self._load.chunks:
             return tuple(self._reduced)
         found = []
+        for asked, worker, action in sorted(self._complete(), key=lambda entry: entry[0]):
+            seconds = self._load.reduce(worker, action.layer)
+            if seconds:
+                lane: Lane = (self._load.machine(worker), None, "reduce")
+                found.append(Carried(action, worker, asked, *self._occupy(lane, asked, seconds)))
+        return tuple(found)
+
+    def _complete(self) -> Iterator[tuple[float, Worker, Action]]:
+        """When the gradients of each layer of a worker may be reduced, and its last action on them."""
         for worker, done in self.done.items():
             last = {action.layer: (end, action) for action, _, end in done if makes_gradients(action)}
             places = [(action.layer, end) for action, _, end in done if action.op == "S"]
             for layer, (end, action) in last.items():
-                asked = min((time for complete, time in places if complete <= layer), default=end)
-                seconds = self._load.reduce(worker, layer)
-                if seconds:
-                    lane: Lane = (self._load.machine(worker), None, "reduce")
-                    found.append(Carried(action, worker, asked, *self._occupy(lane, asked, seconds)))
-        return tuple(found)
+                yield min((time for complete, time in places if complete <= layer), default=end), worker, action

@@ -16,15 +16,13 @@ from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segmen
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.hardware import Link as PortLink
 from lightning_afd.cost.job import BatchShape, Job
-from lightning_afd.cost.memory import scheduled_activations
 from lightning_afd.cost.model import ExpertsShape
 from lightning_afd.cost.routing import visits
 from lightning_afd.cost.times import Key
 from lightning_afd.cost.transfers import ROUTING_BYTES, row_bytes, slots_of
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout, Worker, split_sizes
-from lightning_afd.schedule.actions import Op
-from lightning_afd.schedule.shape import Schedule
+from lightning_afd.schedule.actions import Op, Phase
 from lightning_afd.simulate import Chunks, Link, Load, collocated
 
 
@@ -142,11 +140,17 @@ class Costs:
         tokens, row, cluster = self.part.batch.tokens, row_bytes(self.job), self.job.cluster
         stream = self.job.model.hidden * self.job.choices.precision.stream_width
         hop = cluster.nic.busy_seconds(tokens * stream, 1, cluster.ports)
+        known: dict[ExpertsShape, dict[tuple[Op, Phase], float]] = {}
         for layer, experts in enumerate(self.job.model.moe):
-            weights = slots_of(self.job, layer) * ROUTING_BYTES
-            extra = {("D", "f"): 2 * weights, ("C", "f"): 0, ("D", "b"): 0, ("C", "b"): weights}
-            found |= {(op, layer, way): self._exchange(experts, row + more) for (op, way), more in extra.items()}  # type: ignore[misc]
-            found |= {("H", layer, "f"): hop, ("H", layer, "b"): hop}
+            if experts not in known:
+                weights = slots_of(self.job, layer) * ROUTING_BYTES
+                extra: dict[tuple[Op, Phase], int] = {
+                    **{("D", "f"): 2 * weights, ("C", "f"): 0},
+                    **{("D", "b"): 0, ("C", "b"): weights},
+                }
+                known[experts] = {key: self._exchange(experts, row + more) for key, more in extra.items()}
+                known[experts] |= {("H", "f"): hop, ("H", "b"): hop}
+            found |= {(op, layer, way): seconds for (op, way), seconds in known[experts].items()}
         return found
 
     def _exchange(self, experts: ExpertsShape, bytes_per_row: float) -> float:
@@ -193,53 +197,54 @@ class Costs:
         experts = self.job.model.moe[layer]
         return self._owned(experts) * experts.expert_parameters
 
-    def _trained(self, stage: int) -> tuple[float, float]:
-        """Dense and expert parameters of a rank of a stage, for both directions if there are two."""
-        parities = range(self.shape.directions)
-        segments = [(s, m) for m in parities for s in range(self.shape.layers + 1)]
-        own = [segment for segment, m in segments if self.shape.stage_of(segment, m) == stage]
-        experts = [self._expert_parameters(layer) for layer in own if layer < self.shape.layers]
-        return sum(self._dense(segment) for segment in own), sum(experts)
+    @cached_property
+    def _trained(self) -> list[tuple[float, float]]:
+        """Dense and expert parameters of a rank of each stage, for both directions if there are two."""
+        dense, experts = ([0.0] * self.shape.depth for _ in range(2))
+        for parity in range(self.shape.directions):
+            for segment in range(self.shape.layers + 1):
+                stage = self.shape.stage_of(segment, parity)
+                dense[stage] += self._dense(segment)
+                experts[stage] += self._expert_parameters(segment) if segment < self.shape.layers else 0.0
+        return list(zip(dense, experts, strict=True))
 
     def fixed_memory(self) -> float:
         """Bytes of weights, gradients and optimizer state on a rank of the fullest stage."""
-        return max(self._fixed_memory(stage) for stage in range(self.shape.depth))
+        return max(self.stage_memory(stage) for stage in range(self.shape.depth))
 
-    def _fixed_memory(self, stage: int) -> float:
-        precision, (dense, experts) = self.job.choices.precision, self._trained(stage)
+    def stage_memory(self, stage: int) -> float:
+        """The same of any stage."""
+        precision, (dense, experts) = self.job.choices.precision, self._trained[stage]
         shard = self.job.choices.shard_optimizer
         sharded = dense / self.layout.data + experts / self.layout.replicas if shard else dense + experts
         fixed = (dense + experts) * (precision.weight_bytes + precision.gradient_bytes)
         return fixed + sharded * precision.optimizer_bytes
 
-    def memory(self, schedule: Schedule) -> float:
-        """Bytes on a rank of the fullest stage, with the activations that it holds at most."""
-        found = [self._fixed_memory(stage) for stage in range(self.shape.depth)]
-        for worker, program in schedule.programs.items():
-            found[worker.group] += scheduled_activations(self.part, worker, program)
-        return max(found)
-
     def seconds_of(self, *ops: Op) -> float:
         """Sum over all layers and phases of the actions of one micro-batch of the shape, transfers without latency."""
         return sum(seconds for (op, _, _), seconds in (self._seconds | self._busy).items() if op in ops)
 
-    def work(self) -> tuple[list[float], list[float]]:
-        """Seconds of computation, and of sending, of each stage for one micro-batch of the shape."""
+    def work(self, *, again: bool = False) -> tuple[list[float], list[float]]:
+        """Seconds of computation, and of sending, of each stage for one micro-batch of the shape.
+
+        `again`: forwards count twice.
+        """
         compute, network = ([0.0] * self.shape.depth for _ in range(2))
         for parity in range(self.shape.directions):
             for seconds, found in ((self._seconds, compute), (self._busy, network)):
-                for (op, layer, _), value in seconds.items():
+                for (op, layer, phase), value in seconds.items():
                     if op == "H" and not self.shape.hops(layer):
                         continue
-                    found[self.shape.stage_of(layer, parity)] += value / self.shape.directions
+                    times = 2 if again and phase == "f" and op != "H" else 1
+                    found[self.shape.stage_of(layer, parity)] += times * value / self.shape.directions
         return compute, network
 
     def update_seconds(self) -> float:
         """The optimizer's step on the fullest stage."""
         shard = self.job.choices.shard_optimizer
         shares = (self.layout.data, self.layout.replicas) if shard else (1, 1)
-        trained = (self._trained(stage) for stage in range(self.shape.depth))
-        return optimizer_seconds(self.job, max(dense / shares[0] + experts / shares[1] for dense, experts in trained))
+        most = max(dense / shares[0] + experts / shares[1] for dense, experts in self._trained)
+        return optimizer_seconds(self.job, most)
 
 
 def free_transfers(load: Load) -> Load:
