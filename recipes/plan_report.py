@@ -73,7 +73,9 @@ def chosen_text(request: Request, choice: PlanChoice) -> str:
 
 def collocated_table(choice: PlanChoice) -> Table:
     """Predictions of collocated layouts beside the plan."""
-    table = _table("Attention and experts on the same ranks (closed formulas)", "layout", "sizes", "step, s", "to plan")
+    table = _table(
+        "Attention and experts on the same ranks (simulated in outline)", "layout", "sizes", "step, s", "to plan"
+    )
     for found in choice.verdict.collocated:
         table.add_row(found.name, found.detail, f"{found.seconds:.4g}", f"{found.seconds / choice.best.seconds:.2f}")
     return table

@@ -201,11 +201,13 @@ class Costs:
     def _trained(self) -> list[tuple[float, float]]:
         """Dense and expert parameters of a rank of each stage, for both directions if there are two."""
         dense, experts = ([0.0] * self.shape.depth for _ in range(2))
+        own = [self._dense(segment) for segment in range(self.shape.layers + 1)]
+        routed = [*(self._expert_parameters(layer) for layer in range(self.shape.layers)), 0.0]
         for parity in range(self.shape.directions):
-            for segment in range(self.shape.layers + 1):
+            for segment, (more, routed_more) in enumerate(zip(own, routed, strict=True)):
                 stage = self.shape.stage_of(segment, parity)
-                dense[stage] += self._dense(segment)
-                experts[stage] += self._expert_parameters(segment) if segment < self.shape.layers else 0.0
+                dense[stage] += more
+                experts[stage] += routed_more
         return list(zip(dense, experts, strict=True))
 
     def fixed_memory(self) -> float:

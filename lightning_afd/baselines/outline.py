@@ -53,30 +53,33 @@ class Outline:
         return Kept(self.costs.part, whole=self.whole)
 
     @cached_property
-    def _kinds(self) -> list[Hashable]:
-        """Chunks with layers of the same shapes have equal kinds."""
+    def _kinds(self) -> list[int]:
+        """Chunks with layers of the same shapes have equal numbers."""
         model, stages = self.costs.job.model, self.costs.shape
-        known: dict[Hashable, int] = {}
-        layers = [known.setdefault(both, len(known)) for both in zip(model.segments, model.moe, strict=False)]
-        return [
-            (chunk == stages.chunks - 1, *(layers[layer] for layer in stages.layers_of(chunk)))
-            for chunk in range(stages.chunks)
-        ]
+        layers, chunks = dict[Hashable, int](), dict[Hashable, int]()
+        numbers = [layers.setdefault(both, len(layers)) for both in zip(model.segments, model.moe, strict=False)]
+        own = [tuple(numbers[layer] for layer in stages.layers_of(chunk)) for chunk in range(stages.chunks)]
+        return [chunks.setdefault((n == len(own) - 1, kind), len(chunks)) for n, kind in enumerate(own)]
 
     @cached_property
-    def _stages(self) -> list[list[tuple[Slot, SlotCost]]]:
-        """Of each stage its slots in their order."""
-        known: dict[Hashable, SlotCost] = {}
-        found = []
-        for stage in range(self.costs.shape.depth):
-            slots = []
-            for slot in self.order(stage):
-                kind = tuple((unit.part, self._kinds[unit.chunk], len(unit.micro_batches)) for unit in slot)
-                if kind not in known:
-                    known[kind] = self._alone(stage, slot)
-                slots.append((slot, known[kind]))
-            found.append(slots)
-        return found
+    def _known(self) -> dict[Hashable, SlotCost]:
+        return {}
+
+    @cached_property
+    def _slots(self) -> dict[int, list[tuple[Slot, SlotCost]]]:
+        return {}
+
+    def slots(self, stage: int) -> list[tuple[Slot, SlotCost]]:
+        """Those of a stage in their order."""
+        if stage not in self._slots:
+            self._slots[stage] = [(slot, self._cost(stage, slot)) for slot in self.order(stage)]
+        return self._slots[stage]
+
+    def _cost(self, stage: int, slot: Slot) -> SlotCost:
+        kind = tuple([(unit.part, self._kinds[unit.chunk], len(unit.micro_batches)) for unit in slot])
+        if kind not in self._known:
+            self._known[kind] = self._alone(stage, slot)
+        return self._known[kind]
 
     def _alone(self, stage: int, slot: Slot) -> SlotCost:
         programs = {role: self._program(slot, role) for role in ROLES}
@@ -102,7 +105,7 @@ class Outline:
         total = 0.0
         for index in range(len(ROLES)):
             held = most = 0.0
-            for _, cost in self._stages[stage]:
+            for _, cost in self.slots(stage):
                 most = max(most, held + cost.peak[index])
                 held += cost.change[index]
             total += most
@@ -111,7 +114,8 @@ class Outline:
     @property
     def seconds(self) -> float:
         """Of a step, without the optimizer's."""
-        return _Chain(self._stages, self.costs, self._load).to_the_end()
+        slots = [self.slots(stage) for stage in range(self.costs.shape.depth)]
+        return _Chain(slots, self.costs, self._load).to_the_end()
 
 
 class _Chain:

@@ -116,16 +116,23 @@ class Trial:
         return self.costs.fixed_memory()
 
     @property
+    def possible(self) -> bool:
+        """Whether a rank has room for it without activations."""
+        return self.least_memory <= self.costs.job.cluster.device.memory_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether it fits into the memory of a rank."""
-        limit = self.costs.job.cluster.device.memory_bytes
-        return self.least_memory <= limit and self.memory <= limit
+        limit, stages = self.costs.job.cluster.device.memory_bytes, range(self.costs.shape.depth)
+        return self.possible and all(self._memory(stage) <= limit for stage in stages)
 
-    @cached_property
+    @property
     def memory(self) -> float:
         """Bytes on the fullest rank."""
-        costs, stages = self.costs, range(self.costs.shape.depth)
-        return max(costs.stage_memory(stage) + self.outline.activations(stage) for stage in stages)
+        return max(self._memory(stage) for stage in range(self.costs.shape.depth))
+
+    def _memory(self, stage: int) -> float:
+        return self.costs.stage_memory(stage) + self.outline.activations(stage)
 
     @cached_property
     def seconds(self) -> float:
@@ -193,7 +200,8 @@ def outlined(job: Job, method: str, experts: int, rungs: tuple[Rung, ...], *, wh
     `whole`: layers may be computed again as a whole, too.
     """
     ways = [*_ways(rungs), *([_Way(rung=RUNGS[0], whole=True)] if whole else [])]
-    trials = sorted(_trials(job, method, experts, ways), key=_estimate)
+    possible = (trial for trial in _trials(job, method, experts, ways) if trial.possible)
+    trials = sorted(possible, key=_estimate)
     fitting = islice((trial for trial in trials if trial.fits), LIKELY)
     return min(fitting, key=lambda trial: trial.seconds, default=None)
 
