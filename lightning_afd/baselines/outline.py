@@ -55,10 +55,8 @@ class Outline:
     @cached_property
     def _kinds(self) -> list[int]:
         """Chunks with layers of the same shapes have equal numbers."""
-        model, stages = self.costs.job.model, self.costs.shape
-        layers, chunks = dict[Hashable, int](), dict[Hashable, int]()
-        numbers = [layers.setdefault(both, len(layers)) for both in zip(model.segments, model.moe, strict=False)]
-        own = [tuple(numbers[layer] for layer in stages.layers_of(chunk)) for chunk in range(stages.chunks)]
+        stages, layers, chunks = self.costs.shape, self.costs.job.model.kinds, dict[Hashable, int]()
+        own = [tuple(layers[layer] for layer in stages.layers_of(chunk)) for chunk in range(stages.chunks)]
         return [chunks.setdefault((n == len(own) - 1, kind), len(chunks)) for n, kind in enumerate(own)]
 
     @cached_property

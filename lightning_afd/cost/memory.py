@@ -196,7 +196,7 @@ def _messages(job: Job, worker: Worker) -> float:
     return job.micro_batches * (side.nic_rows + side.local_rows) * per_row
 
 
-def _own(job: Job, group: int) -> list[SegmentShape]:
+def _own(job: Job, group: int) -> tuple[SegmentShape, ...]:
     """The segments of an A group."""
-    segments = enumerate(job.model.segments)
-    return [segment for index, segment in segments if job.shape.attention(index) == Worker("A", group)]
+    segments = job.model.segments
+    return segments[:-1][group :: job.layout.depth] + (() if group else segments[-1:])

@@ -211,6 +211,12 @@ class ModelShape:
                 waiting = []
         return (*found, SegmentShape(layers=tuple(waiting), embeds=not found, head=(self.head,)))
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Of each MoE layer with its segment a number: layers of the same shape have the same."""
+        known: dict[tuple[SegmentShape, ExpertsShape], int] = {}
+        return tuple(known.setdefault(both, len(known)) for both in zip(self.segments, self.moe, strict=False))
+
     def parameters(self) -> Parameters:
         """All parameters, each once."""
         moe = self.moe
