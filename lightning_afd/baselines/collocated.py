@@ -7,23 +7,27 @@ reduces and transfers unless asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.hardware import Link as PortLink
 from lightning_afd.cost.job import BatchShape, Job
-from lightning_afd.cost.model import ExpertsShape
+from lightning_afd.cost.model import ExpertsShape, LayerShape, SegmentShape
 from lightning_afd.cost.routing import visits
-from lightning_afd.cost.times import Key
 from lightning_afd.cost.transfers import ROUTING_BYTES, row_bytes, slots_of
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout, Worker, split_sizes
 from lightning_afd.schedule.actions import Op, Phase
 from lightning_afd.simulate import Chunks, Link, Load, collocated
+
+T = TypeVar("T")
+_Table = dict[tuple[Op, Phase], float]
+"""Seconds by kind of action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +88,8 @@ class Costs:
         seconds, busy = self._seconds, self._busy
         links = self._links()
         return Load(
-            seconds=lambda action: seconds[action.op, action.layer, action.phase],
-            bytes=lambda action: busy[action.op, action.layer, action.phase] * links[action.op].attention,
+            seconds=lambda action: seconds[action.layer][action.op, action.phase],
+            bytes=lambda action: busy[action.layer][action.op, action.phase] * links[action.op].attention,
             links=links,
             machine=collocated,
             reduce=lambda worker, layer: self.reduce_seconds(worker, layer) + self.launch,
@@ -110,48 +114,57 @@ class Costs:
         inside = nvlink if self._nodes == 1 else nic
         return {"D": inside, "C": inside, "H": nic}
 
-    @cached_property
-    def _seconds(self) -> dict[Key, float]:
-        """Seconds of each computation; where attention is not split, its backward and that of experts are whole."""
-        found: dict[Key, float] = {}
-        choices, segments = self.part.choices, self.job.model.segments
-        whole = replace(self.job, choices=choices)
-        attention = {key: segment_seconds(whole, *key) for key in {(s, self._copies(s.layers)) for s in segments}}
-        experts = {layer: expert_seconds(self.part, layer) for layer in set(self.job.model.moe)}
-        for layer, segment in enumerate(segments):
-            times = attention[segment, self._copies(segment.layers)]
-            found |= {("A", layer, phase): seconds / self.parts for phase, seconds in times.items()}
-        for layer, shape in enumerate(self.job.model.moe):
-            found |= {("E", layer, phase): seconds for phase, seconds in experts[shape].items()}
-        return found
+    def _by_layer(self, cost: Callable[[int], T]) -> list[T]:
+        """What each layer costs; layers of one shape are looked at once."""
+        known: dict[int, T] = {}
+        for layer, kind in enumerate(self.job.model.kinds):
+            if kind not in known:
+                known[kind] = cost(layer)
+        return [known[kind] for kind in self.job.model.kinds]
 
-    def _copies(self, layers: Iterable[object]) -> float:
+    @cached_property
+    def _seconds(self) -> list[_Table]:
+        """Seconds of each computation of a layer, and of the tail."""
+        tail = self._attention_seconds(self.job.model.segments[-1])
+        return [*self._by_layer(self._computation), tail]
+
+    def _computation(self, layer: int) -> _Table:
+        experts = expert_seconds(self.part, self.job.model.moe[layer])
+        found: _Table = {("E", phase): seconds for phase, seconds in experts.items()}
+        return found | self._attention_seconds(self.job.model.segments[layer])
+
+    def _attention_seconds(self, segment: SegmentShape) -> _Table:
+        """Where attention is not split, its backward is whole."""
+        whole = replace(self.job, choices=self.part.choices)
+        times = segment_seconds(whole, segment, self._copies(segment.layers))
+        return {("A", phase): seconds / self.parts for phase, seconds in times.items()}
+
+    def _copies(self, layers: Iterable[LayerShape]) -> float:
         """Rows per token that a segment packs."""
-        shapes = [layer.experts for layer in layers if getattr(layer, "experts", None)]  # type: ignore[attr-defined]
+        shapes = [layer.experts for layer in layers if layer.experts is not None]
         return sum(self.layout.experts * visits(self._owned(shape), shape.experts, shape.top_k) for shape in shapes)
 
     def _owned(self, experts: ExpertsShape) -> int:
         return split_sizes(experts.experts, self.layout.experts)[0]
 
     @cached_property
-    def _busy(self) -> dict[Key, float]:
-        """Seconds in which a rank's links are busy with each transfer, in each direction."""
-        found: dict[Key, float] = {}
-        tokens, row, cluster = self.part.batch.tokens, row_bytes(self.job), self.job.cluster
+    def _busy(self) -> list[_Table]:
+        """Seconds in which a rank's links are busy with each transfer of a layer, in each direction."""
+        return self._by_layer(self._transfers)
+
+    def _transfers(self, layer: int) -> _Table:
+        experts, row, cluster = self.job.model.moe[layer], row_bytes(self.job), self.job.cluster
         stream = self.job.model.hidden * self.job.choices.precision.stream_width
-        hop = cluster.nic.busy_seconds(tokens * stream, 1, cluster.ports)
-        known: dict[ExpertsShape, dict[tuple[Op, Phase], float]] = {}
-        for layer, experts in enumerate(self.job.model.moe):
-            if experts not in known:
-                weights = slots_of(self.job, layer) * ROUTING_BYTES
-                extra: dict[tuple[Op, Phase], int] = {
-                    **{("D", "f"): 2 * weights, ("C", "f"): 0},
-                    **{("D", "b"): 0, ("C", "b"): weights},
-                }
-                known[experts] = {key: self._exchange(experts, row + more) for key, more in extra.items()}
-                known[experts] |= {("H", "f"): hop, ("H", "b"): hop}
-            found |= {(op, layer, way): seconds for (op, way), seconds in known[experts].items()}
-        return found
+        hop = cluster.nic.busy_seconds(self.part.batch.tokens * stream, 1, cluster.ports)
+        weights = slots_of(self.job, layer) * ROUTING_BYTES
+        return {
+            ("D", "f"): self._exchange(experts, row + 2 * weights),
+            ("C", "f"): self._exchange(experts, row),
+            ("D", "b"): self._exchange(experts, row),
+            ("C", "b"): self._exchange(experts, row + weights),
+            ("H", "f"): hop,
+            ("H", "b"): hop,
+        }
 
     def _exchange(self, experts: ExpertsShape, bytes_per_row: float) -> float:
         """One all-to-all of a part: NICs and links inside the node work at the same time."""
@@ -201,8 +214,8 @@ class Costs:
     def _trained(self) -> list[tuple[float, float]]:
         """Dense and expert parameters of a rank of each stage, for both directions if there are two."""
         dense, experts = ([0.0] * self.shape.depth for _ in range(2))
-        own = [self._dense(segment) for segment in range(self.shape.layers + 1)]
-        routed = [*(self._expert_parameters(layer) for layer in range(self.shape.layers)), 0.0]
+        own = [*self._by_layer(self._dense), self._dense(self.shape.layers)]
+        routed = [*self._by_layer(self._expert_parameters), 0.0]
         for parity in range(self.shape.directions):
             for segment, (more, routed_more) in enumerate(zip(own, routed, strict=True)):
                 stage = self.shape.stage_of(segment, parity)
@@ -224,7 +237,8 @@ class Costs:
 
     def seconds_of(self, *ops: Op) -> float:
         """Sum over all layers and phases of the actions of one micro-batch of the shape, transfers without latency."""
-        return sum(seconds for (op, _, _), seconds in (self._seconds | self._busy).items() if op in ops)
+        tables = [*self._seconds, *self._busy]
+        return sum(seconds for table in tables for (op, _), seconds in table.items() if op in ops)
 
     def work(self, *, again: bool = False) -> tuple[list[float], list[float]]:
         """Seconds of computation, and of sending, of each stage for one micro-batch of the shape.
@@ -232,13 +246,17 @@ class Costs:
         `again`: forwards count twice.
         """
         compute, network = ([0.0] * self.shape.depth for _ in range(2))
+        busy = self._by_layer(lambda layer: _total(self._busy[layer], "DC", again))
+        seconds = self._by_layer(lambda layer: _total(self._seconds[layer], "AE", again))
+        seconds.append(_total(self._seconds[-1], "A", again))
+        hops = _total(self._busy[0], "H", False)
         for parity in range(self.shape.directions):
-            for seconds, found in ((self._seconds, compute), (self._busy, network)):
-                for (op, layer, phase), value in seconds.items():
-                    if op == "H" and not self.shape.hops(layer):
-                        continue
-                    times = 2 if again and phase == "f" and op != "H" else 1
-                    found[self.shape.stage_of(layer, parity)] += times * value / self.shape.directions
+            stages = [self.shape.stage_of(segment, parity) for segment in range(self.shape.layers + 1)]
+            for segment, stage in enumerate(stages):
+                compute[stage] += seconds[segment] / self.shape.directions
+                if segment < self.shape.layers:
+                    hop = hops if stage != stages[segment + 1] else 0.0
+                    network[stage] += (busy[segment] + hop) / self.shape.directions
         return compute, network
 
     def update_seconds(self) -> float:
@@ -247,6 +265,10 @@ class Costs:
         shares = (self.layout.data, self.layout.replicas) if shard else (1, 1)
         most = max(dense / shares[0] + experts / shares[1] for dense, experts in self._trained)
         return optimizer_seconds(self.job, most)
+
+
+def _total(table: _Table, ops: str, again: bool) -> float:
+    return sum((1 + (again and phase == "f")) * seconds for (op, phase), seconds in table.items() if op in ops)
 
 
 def free_transfers(load: Load) -> Load:

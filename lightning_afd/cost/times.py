@@ -10,7 +10,8 @@ from functools import cached_property
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import dense_parameters, expert_parameters
-from lightning_afd.cost.transfers import ActionCost, all_reduce_seconds, layer_traffic, transfers
+from lightning_afd.cost.traffic import copies
+from lightning_afd.cost.transfers import ActionCost, all_reduce_seconds, transfers
 from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 from lightning_afd.schedule.shape import Shape
@@ -115,7 +116,7 @@ def step_costs(job: Job) -> StepCosts:
 
 def _layer(job: Job, layer: int) -> Iterator[_Entry]:
     segment, experts = job.model.segments[layer], job.model.moe[layer]
-    for phase, seconds in segment_seconds(job, segment, layer_traffic(job, layer, "f").copies).items():
+    for phase, seconds in segment_seconds(job, segment, copies(job, experts)).items():
         yield "A", phase, ActionCost(seconds=seconds)
     for phase, seconds in expert_seconds(job, experts).items():
         yield "E", phase, ActionCost(seconds=seconds)
