@@ -88,8 +88,8 @@ def verdict_text(choice: PlanChoice) -> str:
         for name, found in zip(("attention", "experts"), choice.verdict.intensities.values(), strict=True)
     )
     return (
-        f"Verdict: {choice.verdict.sentence}\nThe plan is {choice.verdict.regime}; peak FLOPs of the busy time per "
-        f"byte on the NICs, and the ridge: {sides}."
+        f"Verdict: {choice.verdict.sentence}\nThe plan is {choice.verdict.regime}; FLOPs that fit into the busy time "
+        f"per byte between the sides, and the effective ridge point: {sides}."
     )
 
 

@@ -95,11 +95,10 @@ def formula_seconds(stages: Stages, micro_batches: int, group: int) -> float:
 def exposed_all_reduce(costs: StepCosts, stages: Stages, run: int) -> float:
     """What the sum of dense gradients adds to a step: it starts as soon as the last micro-batch has left a layer.
 
-    At least the share of the layer that comes last; more where the last run's backwards are over before.
+    At least that of the first layer, which comes last; more where the last run's backwards are over before.
     """
-    total = costs.update.all_reduce_seconds
     hidden = (stages.rounds - 1) * run * stages.busiest("b")
-    return max(total / stages.rounds, total - hidden)
+    return max(costs.reduces[0], costs.update.all_reduce_seconds - hidden)
 
 
 def _by_role(compute: Mapping[tuple[Worker, Phase], float]) -> dict[tuple[Role, Phase], float]:

@@ -10,8 +10,9 @@ from functools import cached_property
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import dense_parameters, expert_parameters
+from lightning_afd.cost.reduces import reduce_seconds
 from lightning_afd.cost.traffic import copies
-from lightning_afd.cost.transfers import ActionCost, all_reduce_seconds, transfers
+from lightning_afd.cost.transfers import ActionCost, transfers
 from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 from lightning_afd.schedule.shape import Shape
@@ -41,7 +42,7 @@ class Update:
     all_reduce_bytes: float
     """Dense gradients of an A rank."""
     all_reduce_seconds: float
-    """Their sum over the replicas, alone on the links."""
+    """Their sum over the replicas, segment by segment, alone on the links."""
     optimizer_seconds: float
 
 
@@ -67,6 +68,8 @@ class StepCosts:
     alike: tuple[Alike, ...]
     tail: Mapping[Phase, ActionCost]
     """Of segment `layers`."""
+    reduces: tuple[float, ...]
+    """Of each segment: summing its dense gradients over the replicas, alone on the links."""
     update: Update
 
     @cached_property
@@ -106,11 +109,13 @@ def step_costs(job: Job) -> StepCosts:
     for layer, kind in enumerate(job.model.kinds):
         known[kind, shape.attention(layer), shape.attention(layer + 1), shape.experts(layer)].append(layer)
     tail = segment_seconds(job, job.model.segments[-1], 0.0)
+    reduces = reduce_seconds(job)
     return StepCosts(
         shape=shape,
         alike=tuple(Alike(layers=tuple(layers), costs=tuple(_layer(job, layers[0]))) for layers in known.values()),
         tail={phase: ActionCost(seconds=seconds) for phase, seconds in tail.items()},
-        update=_update(job),
+        reduces=reduces,
+        update=_update(job, reduces),
     )
 
 
@@ -123,14 +128,13 @@ def _layer(job: Job, layer: int) -> Iterator[_Entry]:
     yield from transfers(job, layer)
 
 
-def _update(job: Job) -> Update:
+def _update(job: Job, reduces: tuple[float, ...]) -> Update:
     """A group 0 has embedding and head, so that its dense gradients are the most."""
-    dense = [dense_parameters(job, group) for group in range(job.layout.depth)]
+    dense = dense_parameters(job, 0)
     experts = [expert_parameters(job, group, 0) for group in range(job.layout.depth)]
-    gradients = max(dense) * job.choices.precision.gradient_bytes
-    sharded = max(dense) / (job.layout.attention if job.choices.shard_optimizer else 1)
+    sharded = dense / (job.layout.attention if job.choices.shard_optimizer else 1)
     return Update(
-        all_reduce_bytes=gradients,
-        all_reduce_seconds=all_reduce_seconds(job, gradients),
+        all_reduce_bytes=dense * job.choices.precision.gradient_bytes,
+        all_reduce_seconds=sum(reduces[:-1][:: job.layout.depth]) + reduces[-1],
         optimizer_seconds=optimizer_seconds(job, max(sharded, *experts)),
     )

@@ -1,4 +1,4 @@
-"""Bytes and seconds of the messages of one micro-batch, and of the dense gradients' all-reduce.
+"""Bytes and seconds of the messages of one micro-batch.
 
 Message sizes are those of the engine's wire format without headers: a dispatch carries x, weights and local expert ids
 of each row, its answer y; backward dY, and dx with the weights' gradients. A hop carries the base and the token of each
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.traffic import Side, Traffic, traffic
-from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 
 ROUTING_BYTES = 4
@@ -77,21 +76,6 @@ def slots_of(job: Job, layer: int) -> int:
     """Routing weights of a row: K, and one more where F ranks compute shared experts."""
     experts = job.model.moe[layer]
     return experts.top_k + (bool(experts.shared) and not job.shared_on_attention)
-
-
-def all_reduce_seconds(job: Job, nbytes: float) -> float:
-    """Summing dense gradients over the A ranks of a group: a ring sends 2 (M - 1) / M of them per rank.
-
-    Patarasu and Yuan (J. Parallel Distrib. Comput. 69, 2009): bandwidth optimal.
-    """
-    ranks = job.layout.attention
-    if ranks == 1:
-        return 0.0
-    cluster = job.cluster
-    apart = len({cluster.node_of(rank) for rank in job.layout.ranks_of(Worker("A", 0))}) > 1
-    link, ports = (cluster.nic, cluster.ports * job.choices.attention_nics) if apart else (cluster.nvlink, 1.0)
-    steps = 2 * (ranks - 1)
-    return steps * link.latency + link.busy_seconds(nbytes * steps / ranks, steps, ports)
 
 
 def _exchange(job: Job, rows: Traffic, bytes_per_row: float, *, to_ffn: bool) -> ActionCost:

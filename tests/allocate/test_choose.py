@@ -154,11 +154,25 @@ def test_verdict_turns_in_the_dead_zone() -> None:
     assert slow.sentence.startswith("Do not disaggregate: experts inside a node takes 0.001 s per step")
     assert "this is the dead zone of disaggregation" in slow.sentence
     assert slow.intensities["A"].ridge == pytest.approx(800 * fast.intensities["A"].ridge)
+    for verdict in verdicts:  # below its ridge point a side waits for the network
+        for found in verdict.intensities.values():
+            assert (found.flops_per_byte > found.ridge) == (verdict is fast)
+
+
+@pytest.mark.parametrize(("attention", "ffn"), [(4, 4), (6, 2), (3, 5)])
+def test_effective_ridge_points_follow_the_division_of_nics(attention: int, ffn: int) -> None:
+    """2605.11005: 2 M / (M + N) and 2 N / (M + N) of a device's own, if each side had half of the NICs; here each rank
+    has its own, so that the smaller side's carry what both can exchange."""
+    asked = request(cluster=shapes.cluster(2, 4))
+    candidate = next(ways(asked, Fitting(asked), Layout(attention=attention, ffn=ffn)))
+    ridges = [found.ridge for found in judge(asked, candidate, []).intensities.values()]
+    own = 989e12 / 50e9
+    assert ridges == pytest.approx([own * attention / min(attention, ffn), own * ffn / min(attention, ffn)])
 
 
 def test_collocated_layouts_are_predicted_across_and_inside_nodes() -> None:
     """Exposed transfers over a slow network cost most, overlapped ones less."""
-    asked = request(cluster=shapes.cluster(4, 4, nic=10), parts=64, length=8192)
+    asked = request(cluster=shapes.cluster(4, 4, nic=10), parts=256, length=8192)
     found = {name: predict(asked) for name, predict in baselines().items()}
     seconds = {name: prediction.seconds for name, prediction in found.items() if prediction is not None}
     assert seconds["experts inside a node"] < seconds["experts across two nodes"]
