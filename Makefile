@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 ARGS ?=
 JOBS ?= 2
 PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py waits.py regime.py recording schedule cost \
-	backlog.py simulate.py baselines allocate tune.py report))
+	backlog.py lanes.py simulate.py baselines allocate tune.py report))
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

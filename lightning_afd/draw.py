@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_afd.timeline import Span, Timeline
+from lightning_afd.timeline import Reduce, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,10 +44,12 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     axes = figure.subplots()
     start, end = timeline.start, timeline.end
     for row, (rank, spans) in enumerate(timeline.by_rank.items()):
-        for span in spans:
-            _draw_span(axes, timeline, span, row, start, end - start)
-        for reduce in (reduce for reduce in timeline.reduces if reduce.rank == rank):
-            _draw_bar(axes, row, (reduce.start - start, reduce.seconds), REDUCE)
+        boxes = [(_color(timeline, span), span) for span in spans]
+        reduces = [(REDUCE, reduce) for reduce in timeline.reduces if reduce.rank == rank]
+        _draw_boxes(axes, row, [*boxes, *reduces], start)
+        for _, span in boxes:
+            if span.seconds > (end - start) / 55 and (span.action.op, span.action.phase) in COLORS:
+                _name_box(axes, row, span, start)
     axes.set_yticks(range(len(ranks)), [_label(timeline, rank) for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlim(0, (end - start) * 1e3)
@@ -60,18 +63,22 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     figure.savefig(path, dpi=110)
 
 
-def _draw_span(axes: Axes, timeline: Timeline, span: Span, row: int, start: float, total: float) -> None:
-    action = span.action
-    color = COLORS.get((action.op, action.phase)) or (WAIT if timeline.waits(span) else SEND)
-    _draw_bar(axes, row, (span.start - start, span.seconds), color)
-    if span.seconds > total / 55 and (action.op, action.phase) in COLORS:
-        middle = (span.start + span.end) / 2 - start
-        axes.text(middle * 1e3, row, str(action), ha="center", va="center", fontsize=6, color="white")
+def _color(timeline: Timeline, span: Span) -> str:
+    return COLORS.get((span.action.op, span.action.phase)) or (WAIT if timeline.waits(span) else SEND)
 
 
-def _draw_bar(axes: Axes, row: int, place: tuple[float, float], color: str) -> None:
-    """A box; `place` is its start and length in seconds."""
-    axes.barh(row, place[1] * 1e3, left=place[0] * 1e3, height=0.8, color=color, linewidth=0)
+def _draw_boxes(axes: Axes, row: int, boxes: Iterable[tuple[str, Span | Reduce]], start: float) -> None:
+    """Boxes with their colours; all of one colour at once, as matplotlib takes its time for each call."""
+    places: dict[str, list[tuple[float, float]]] = {}
+    for color, part in boxes:
+        places.setdefault(color, []).append(((part.start - start) * 1e3, part.seconds * 1e3))
+    for color, own in places.items():
+        axes.broken_barh(own, (row - 0.4, 0.8), color=color, linewidth=0)
+
+
+def _name_box(axes: Axes, row: int, span: Span, start: float) -> None:
+    middle = (span.start + span.end) / 2 - start
+    axes.text(middle * 1e3, row, str(span.action), ha="center", va="center", fontsize=6, color="white")
 
 
 def _label(timeline: Timeline, rank: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning_afd.errors import PlanError
 
 Role = Literal["A", "F"]
+ROLES: tuple[Role, Role] = ("A", "F")
 Head = Literal["attention", "ffn"]
 """Whose ranks run the tail of the user's step: what lies behind the last MoE layer (norm, head, loss)."""
 HEADS: tuple[Head, ...] = ("attention", "ffn")

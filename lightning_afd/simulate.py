@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
 
 from lightning_afd.backlog import Backlog, Unreduced, makes_gradients
 from lightning_afd.errors import PlanError, ScheduleError
+from lightning_afd.lanes import Track, Way
 from lightning_afd.placement import Layout, Role, Worker
 from lightning_afd.schedule.actions import Action, Op
 from lightning_afd.schedule.check import check_executable, in_flight
@@ -121,7 +121,7 @@ class Carried:
     """Arrival of the last byte."""
 
 
-Lane = tuple[Worker, Link | None, Literal["compute", "send", "receive", "reduce"]]
+Lane = tuple[Worker, Link | None, Way]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ def simulate(schedule: Schedule, load: Load) -> Simulation:
         timeline=Timeline(layout, tuple(spans), tuple(chunks)),
         transfers=tuple(run.transfers),
         reduces=reduces,
-        busy=dict(run.busy),
+        busy={lane: track.busy for lane, track in run.tracks.items()},
         events=run.events,
     )
 
@@ -210,7 +210,7 @@ class _Run:
         self._schedule = schedule
         self._load = load
         self._places = dict.fromkeys(schedule.programs, 0)
-        self._free: dict[Lane, float] = defaultdict(int)
+        self._known: dict[tuple[Worker, Op | None, Way], Track] = {}
         self._arrived: dict[Action, float] = {}
         self._waiting: dict[Action, tuple[Worker, float]] = {}
         self._queue: list[tuple[float, bool, int, Worker | Action | _Gap]] = []
@@ -219,7 +219,7 @@ class _Run:
         self._reduced: list[Carried] = []
         self.done: dict[Worker, list[tuple[Action, float, float]]] = {worker: [] for worker in schedule.programs}
         self.transfers: list[Carried] = []
-        self.busy: dict[Lane, float] = defaultdict(int)
+        self.tracks: dict[Lane, Track] = defaultdict(Track)
         self.events = 0
 
     def to_the_end(self) -> None:
@@ -264,8 +264,7 @@ class _Run:
 
     def _compute(self, worker: Worker, action: Action, now: float) -> None:
         factor = self._load.imbalance if action.op == "E" else 1
-        lane: Lane = (self._load.machine(worker), None, "compute")
-        start, end = self._occupy(lane, now, self._load.seconds(action) * factor)
+        start, end = self._track(worker, None, "compute").occupy(now, self._load.seconds(action) * factor)
         self.done[worker].append((action, start, end))
         self._push(end, worker)
         if self._load.chunks and self._backlog.completes(worker, action):
@@ -279,14 +278,14 @@ class _Run:
     def _fill(self, gap: _Gap, now: float) -> None:
         """Send a chunk if the machine's lanes are free, else look again when they are."""
         machine, chunks = gap.machine, gap.chunks
-        lanes: list[Lane] = [(machine, chunks.link, "send"), (machine, chunks.link, "receive")]
+        lanes = [self.tracks[machine, chunks.link, "send"], self.tracks[machine, chunks.link, "receive"]]
         layer = self._backlog.first(machine)
-        free = max(layer.asked, *(self._free[lane] for lane in lanes))
+        free = max(layer.asked, *(lane.free for lane in lanes))
         if free > now:
             return self._push(free, gap)
         seconds = self._backlog.take(machine, chunks.longest) + chunks.launch
         for lane in lanes:
-            self._occupy(lane, now, seconds)
+            lane.occupy(now, seconds)
         self._reduced.append(Carried(layer.action, layer.worker, layer.asked, now, now + seconds))
         if self._backlog.waits(machine):
             self._push(now + seconds, gap)
@@ -296,15 +295,14 @@ class _Run:
         """Put a message behind those that the worker sends over the same class of links."""
         self.done[worker].append((action, now, now))
         self._asked[action] = now
-        start, _ = self._occupy(*self._claim(worker, action, now, "send"))
+        start, _ = self._track(worker, action.op, "send").occupy(now, self._seconds(worker, action))
         self._push(start, action)
 
     def _start(self, action: Action, now: float) -> None:
         """A message leaves; it has arrived when both ends are through with it."""
         sender, receiver = self._schedule.shape.endpoints(action)
-        _, end = self._occupy(*self._claim(receiver, action, now, "receive"))
-        *_, sending = self._claim(sender, action, now, "send")
-        arrival = max(end, now + sending) + self._load.links[action.op].latency
+        _, end = self._track(receiver, action.op, "receive").occupy(now, self._seconds(receiver, action))
+        arrival = max(end, now + self._seconds(sender, action)) + self._load.links[action.op].latency
         self.transfers.append(Carried(action, sender, self._asked.pop(action), now, arrival))
         self._arrived[action] = arrival
         if action in self._waiting:
@@ -315,33 +313,36 @@ class _Run:
         self.done[worker].append((action, now, self._arrived[action]))
         self._push(self._arrived[action], worker)
 
-    def _claim(
-        self, worker: Worker, action: Action, now: float, way: Literal["send", "receive"]
-    ) -> tuple[Lane, float, float]:
-        """The lane that one end of a message needs, from when, and for how many seconds."""
-        link = self._load.links[action.op]
+    def _seconds(self, worker: Worker, action: Action) -> float:
+        """For how long a message occupies the lane of one of its ends."""
         factor = self._load.imbalance if worker.role == "F" else 1
-        return (self._load.machine(worker), link, way), now, self._load.bytes(action) * factor / link.rate(worker.role)
+        return self._load.bytes(action) * factor / self._load.links[action.op].rate(worker.role)
 
-    def _occupy(self, lane: Lane, now: float, seconds: float) -> tuple[float, float]:
-        """Start and end of the next turn on a lane."""
-        start = max(now, self._free[lane])
-        self._free[lane] = start + seconds
-        self.busy[lane] += seconds
-        return start, start + seconds
+    def _track(self, worker: Worker, op: Op | None, way: Way) -> Track:
+        """The lane of a worker for a kind of transfers, or for what is none (None)."""
+        key = worker, op, way
+        if key not in self._known:
+            link = None if op is None else self._load.links[op]
+            self._known[key] = self.tracks[self._load.machine(worker), link, way]
+        return self._known[key]
 
     def reduces(self) -> tuple[Carried, ...]:
-        """The chunks of all reduces, or the reduces of all layers, each worker's one after another."""
+        """The chunks of all reduces, or the reduces of all layers, first come, first served."""
         if self._load.chunks:
             return tuple(self._reduced)
         found = []
+        for asked, worker, action in sorted(self._complete(), key=lambda entry: entry[0]):
+            seconds = self._load.reduce(worker, action.layer)
+            if seconds:
+                found.append(
+                    Carried(action, worker, asked, *self._track(worker, None, "reduce").occupy(asked, seconds))
+                )
+        return tuple(found)
+
+    def _complete(self) -> Iterator[tuple[float, Worker, Action]]:
+        """When the gradients of each layer of a worker may be reduced, and its last action on them."""
         for worker, done in self.done.items():
             last = {action.layer: (end, action) for action, _, end in done if makes_gradients(action)}
             places = [(action.layer, end) for action, _, end in done if action.op == "S"]
             for layer, (end, action) in last.items():
-                asked = min((time for complete, time in places if complete <= layer), default=end)
-                seconds = self._load.reduce(worker, layer)
-                if seconds:
-                    lane: Lane = (self._load.machine(worker), None, "reduce")
-                    found.append(Carried(action, worker, asked, *self._occupy(lane, asked, seconds)))
-        return tuple(found)
+                yield min((time for complete, time in places if complete <= layer), default=end), worker, action

@@ -53,14 +53,14 @@ def candidates_table(choice: PlanChoice) -> Table:
 
 def chosen_text(request: Request, choice: PlanChoice) -> str:
     """The choice and why."""
-    layout = choice.layout
+    best, layout = choice.best, choice.best.layout
     used = f"{layout.world} of {request.cluster.devices} devices"
     lines = [
-        f"Choice: {layout.describe()} on {used}, order {choice.order} in runs of {choice.group} at most; an optimizer "
-        f"step has {choice.passes} passes (accumulate_grad_batches) of {choice.micro_batches} micro-batches.",
-        f"Why: {choice.seconds:.4g} s per step is the least of the simulated candidates; its busiest part needs "
-        f"{choice.bound_seconds:.4g} s ({choice.bound_seconds / choice.seconds:.0%}), which no order can beat. "
-        f"{request.tokens / choice.seconds:,.0f} tokens/s, {choice.utilisation:.1%} of the peak of the used devices.",
+        f"Choice: {layout.describe()} on {used}, order {best.order} in runs of {best.group} at most; an optimizer "
+        f"step has {best.passes} passes (accumulate_grad_batches) of {best.micro_batches} micro-batches.",
+        f"Why: {best.seconds:.4g} s per step is the least of the simulated candidates; its busiest part needs "
+        f"{best.bound_seconds:.4g} s ({best.bound_seconds / best.seconds:.0%}), which no order can beat. "
+        f"{request.tokens / best.seconds:,.0f} tokens/s, {choice.utilisation:.1%} of the peak of the used devices.",
     ]
     if choice.division is not None:
         split = choice.division
@@ -73,9 +73,11 @@ def chosen_text(request: Request, choice: PlanChoice) -> str:
 
 def collocated_table(choice: PlanChoice) -> Table:
     """Predictions of collocated layouts beside the plan."""
-    table = _table("Attention and experts on the same ranks (closed formulas)", "layout", "sizes", "step, s", "to plan")
+    table = _table(
+        "Attention and experts on the same ranks (simulated in outline)", "layout", "sizes", "step, s", "to plan"
+    )
     for found in choice.verdict.collocated:
-        table.add_row(found.name, found.detail, f"{found.seconds:.4g}", f"{found.seconds / choice.seconds:.2f}")
+        table.add_row(found.name, found.detail, f"{found.seconds:.4g}", f"{found.seconds / choice.best.seconds:.2f}")
     return table
 
 
@@ -86,14 +88,14 @@ def verdict_text(choice: PlanChoice) -> str:
         for name, found in zip(("attention", "experts"), choice.verdict.intensities.values(), strict=True)
     )
     return (
-        f"Verdict: {choice.verdict.sentence}\nThe plan is {choice.verdict.regime}; peak FLOPs of the busy time per "
-        f"byte on the NICs, and the ridge: {sides}."
+        f"Verdict: {choice.verdict.sentence}\nThe plan is {choice.verdict.regime}; FLOPs that fit into the busy time "
+        f"per byte between the sides, and the effective ridge point: {sides}."
     )
 
 
 def ratios_text(request: Request, choice: PlanChoice) -> str:
     """What formulas of serving papers say of the layout."""
-    best = choice.candidates[0]
+    best = choice.best
     stages = Stages.of(step_costs(request.job(best.layout, 1, best.rung)))
     found = ratios(stages, best.layout, fixed=3 * request.cluster.device.host_us * 1e-6)
     kept = ["attention", "experts", "transfers"]
@@ -114,7 +116,7 @@ def ratios_text(request: Request, choice: PlanChoice) -> str:
 def sensitivity_table(request: Request, choice: PlanChoice) -> Table:
     """The layout with one thing changed each."""
     table = _table("Sensitivity of this layout (formula)", "with", "step, s", "tokens/s", "of the plan's")
-    planned, *others = sensitivity(request, choice.candidates[0])
+    planned, *others = sensitivity(request, choice.best)
     for change in (planned, *others):
         if change.seconds is None or change.tokens_per_second is None or not planned.tokens_per_second:
             table.add_row(change.what, "does not fit", "", "")
@@ -131,12 +133,12 @@ def documents_table(documents: Sequence[int], choice: PlanChoice, request: Reque
     length = max(request.batch.lengths)
     if min(documents) < 1:
         raise PlanError(f"data.documents has a length of {min(documents)}: lengths are at least 1")
-    found = barrier(packed(documents, length, SAMPLES))
+    found, ranks = barrier(packed(documents, length, SAMPLES)), choice.best.layout.attention
     yield (
         f"Packed documents: the mean row has {found.mean / found.equal:.2f} of the squared lengths of one document of "
         f"{length} tokens, with a deviation of {found.deviation / found.mean:.2f} between rows; the slowest of "
-        f"{choice.layout.attention} attention ranks needs {found.factor(choice.layout.attention):.2f} x the mean "
-        "attention core time, and all others wait for it."
+        f"{ranks} attention ranks needs {found.factor(ranks):.2f} x the mean attention core time, and all others "
+        "wait for it."
     )
 
 
@@ -153,7 +155,7 @@ def packed(documents: Sequence[int], length: int, rows: int) -> list[list[int]]:
 
 def draw(request: Request, choice: PlanChoice, path: Path) -> None:
     """Two rounds of the ring, of two runs at most: a whole step has too many actions for a picture."""
-    best = choice.candidates[0]
+    best = choice.best
     micro_batches = min(best.micro_batches, 2 * best.group, 16)
     job = shorter(request.job(best.layout, micro_batches, best.rung), 2)
     ordering = Ordering(order=best.order, group=best.group)

@@ -193,7 +193,7 @@ def calibrate_together() -> dict[str, Any]:
         choices=CHOICES,
     )
     plan = choose(found.request(4), Effort())
-    return {**found.cluster.as_dict(), "layout": plan.layout.describe()}
+    return {**found.cluster.as_dict(), "layout": plan.best.layout.describe()}
 
 
 def test_ranks_agree_and_can_plan(pool: RankPool) -> None:

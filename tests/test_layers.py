@@ -21,7 +21,7 @@ MAX_LINES = 350
 
 PURE = (
     *("errors", "placement", "schedule", "peers", "timeline", "draw", "waits", "regime", "recording"),
-    *("cost", "backlog", "simulate", "baselines", "allocate", "tune", "report"),
+    *("cost", "backlog", "lanes", "simulate", "baselines", "allocate", "tune", "report"),
 )
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "reduction", "optimizer", "plan"),

@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning_afd.allocate.collocated import Prediction
 from lightning_afd.allocate.division import Split
-from lightning_afd.allocate.request import Candidate, Recompute
+from lightning_afd.allocate.request import Candidate
 from lightning_afd.allocate.verdict import Intensity, Verdict
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 
-VERSION = 1
+VERSION = 2
 """Of the file's format: it rises with every change of a field's name or meaning."""
 
 
@@ -23,24 +23,12 @@ VERSION = 1
 class PlanChoice:
     """What was chosen, why, and what else there was."""
 
-    layout: Layout
-    order: str
-    group: int
-    """Micro-batches per run (G), at most."""
-    micro_batches: int
-    """Per pass and A rank."""
-    passes: int
-    """Passes per optimizer step: accumulate_grad_batches."""
-    recompute: Recompute
-    recompute_experts: bool
+    best: Candidate
+    """What was chosen: layout, order, micro-batches, recomputation, predicted seconds."""
     attention_nics: float
     """NICs of each A rank."""
     ffn_nics: float
     """NICs of each F rank."""
-    seconds: float
-    """Predicted, per optimizer step."""
-    bound_seconds: float
-    """What the busiest part alone needs."""
     utilisation: float
     """Model FLOPs of a step over the peak of the used devices (0..1)."""
     division: Split | None
@@ -76,11 +64,15 @@ class PlanChoice:
 
 def _plan(content: Mapping[str, Any]) -> PlanChoice:
     values = {field.name: content[field.name] for field in fields(PlanChoice)}
-    values["layout"] = Layout(**values["layout"])
-    values["candidates"] = tuple(Candidate(**{**c, "layout": Layout(**c["layout"])}) for c in values["candidates"])
+    values["best"] = _candidate(values["best"])
+    values["candidates"] = tuple(map(_candidate, values["candidates"]))
     values["division"] = None if values["division"] is None else Split(**values["division"])
     verdict = dict(values["verdict"])
     verdict["intensities"] = {role: Intensity(**found) for role, found in verdict["intensities"].items()}
     verdict["collocated"] = tuple(Prediction(**found) for found in verdict["collocated"])
     values["verdict"] = Verdict(**verdict)
     return PlanChoice(**values)
+
+
+def _candidate(content: Mapping[str, Any]) -> Candidate:
+    return Candidate(**{**content, "layout": Layout(**content["layout"])})

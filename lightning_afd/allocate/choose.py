@@ -43,17 +43,9 @@ def choose(request: Request, effort: Effort) -> PlanChoice:
     predictions = [found for found in (predict(request) for predict in effort.predict.values()) if found is not None]
     ports, choices = request.cluster.ports, request.choices
     return PlanChoice(
-        layout=best.layout,
-        order=best.order,
-        group=best.group,
-        micro_batches=best.micro_batches,
-        passes=best.passes,
-        recompute=best.recompute,
-        recompute_experts=best.recompute_experts,
+        best=best,
         attention_nics=ports * choices.attention_nics,
         ffn_nics=ports * choices.ffn_nics,
-        seconds=best.seconds,
-        bound_seconds=best.bound_seconds,
         utilisation=_utilisation(request, best),
         division=_division(request, best, effort.solver),
         candidates=candidates,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lightning_afd.cost.times import StepCosts
 from lightning_afd.placement import Role, Worker
-from lightning_afd.schedule.actions import Action, Phase
+from lightning_afd.schedule.actions import Phase
 
 WAYS: tuple[Phase, Phase] = ("f", "b")
 
@@ -43,15 +43,16 @@ class Stages:
         rounds = -(-shape.layers // shape.depth)
         compute: dict[tuple[Worker, Phase], float] = defaultdict(float)
         links: dict[tuple[Worker, bool, Phase], float] = defaultdict(float)
-        for (op, layer, phase), cost in costs.actions.items():
-            action = Action(op, layer, phase, 0)
-            if action.is_transfer:
-                sender, receiver = shape.endpoints(action)
-                links[sender, True, phase] += cost.send_seconds / rounds
-                links[receiver, False, phase] += cost.receive_seconds / rounds
-            elif not shape.runs_tail(action):
-                compute[shape.owner(action), phase] += cost.seconds / rounds
-        tail = sum(costs.actions["A", shape.layers, phase].seconds for phase in WAYS)
+        for kind in costs.alike:
+            share = len(kind.layers) / rounds
+            for action, cost in kind.actions():
+                if action.is_transfer:
+                    sender, receiver = shape.endpoints(action)
+                    links[sender, True, action.phase] += cost.send_seconds * share
+                    links[receiver, False, action.phase] += cost.receive_seconds * share
+                else:
+                    compute[shape.owner(action), action.phase] += cost.seconds * share
+        tail = sum(costs.tail[phase].seconds for phase in WAYS)
         return cls(
             groups=shape.depth,
             rounds=rounds,
@@ -59,7 +60,7 @@ class Stages:
             compute=_by_role(compute),
             tail=tail,
             links={way: max(s for (_, _, phase), s in links.items() if phase == way) for way in WAYS},
-            transfer=max(cost.seconds for (op, _, _), cost in costs.actions.items() if op in "DC"),
+            transfer=max(cost.seconds for kind in costs.alike for op, _, cost in kind.costs if op in "DC"),
         )
 
     def way(self, role: Role, phase: Phase) -> float:
@@ -94,11 +95,10 @@ def formula_seconds(stages: Stages, micro_batches: int, group: int) -> float:
 def exposed_all_reduce(costs: StepCosts, stages: Stages, run: int) -> float:
     """What the sum of dense gradients adds to a step: it starts as soon as the last micro-batch has left a layer.
 
-    At least the share of the layer that comes last; more where the last run's backwards are over before.
+    At least that of the first layer, which comes last; more where the last run's backwards are over before.
     """
-    total = costs.update.all_reduce_seconds
     hidden = (stages.rounds - 1) * run * stages.busiest("b")
-    return max(total / stages.rounds, total - hidden)
+    return max(costs.reduces[0], costs.update.all_reduce_seconds - hidden)
 
 
 def _by_role(compute: Mapping[tuple[Worker, Phase], float]) -> dict[tuple[Role, Phase], float]:

@@ -12,15 +12,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from lightning_afd.baselines.loads import load_of, pace_of
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.model import LayerShape
-from lightning_afd.cost.times import StepCosts, step_costs
+from lightning_afd.cost.times import step_costs
 from lightning_afd.placement import Layout, Worker
-from lightning_afd.schedule.actions import Action, Op
-from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
-from lightning_afd.simulate import Link, Load, Simulation, simulate
+from lightning_afd.simulate import Simulation, simulate
 from lightning_afd.timeline import Timeline
 
 ROUNDS = (2, 4)
@@ -43,7 +42,7 @@ class Ordering:
 def simulated_pass(job: Job, ordering: Ordering, *, reduces: bool = True) -> Simulation:
     """One pass through the pipeline with forward and backward; `reduces`: dense gradients are summed in it."""
     costs = step_costs(job)
-    knobs = Knobs(group=ordering.group, pace=_pace(costs))
+    knobs = Knobs(group=ordering.group, pace=pace_of(costs))
     return simulate(build(ordering.order, job.shape, knobs), load_of(costs, reduces=reduces))
 
 
@@ -97,50 +96,6 @@ def shorter(job: Job, rounds: int) -> Job:
             break
         layers.append(layer)
     return replace(job, model=replace(job.model, layers=tuple(layers)))
-
-
-def load_of(costs: StepCosts, *, reduces: bool = True) -> Load:
-    """The costs as the simulator takes them.
-
-    A transfer's bytes are the seconds for which it occupies the links of an A rank, at one per second; those of an F
-    rank are slower or faster by the ratio of both, which a layer's transfers share.
-    """
-    shape, share = costs.shape, costs.update.all_reduce_seconds
-    dispatch = costs.actions["D", 0, "f"]
-    ratio = dispatch.send_seconds / dispatch.receive_seconds if dispatch.receive_seconds else 1.0
-    segments = -(-shape.layers // shape.depth)
-
-    def size(action: Action) -> float:
-        cost = costs.of(action)
-        return cost.receive_seconds if action.op != "H" and _from_ffn(costs, action) else cost.send_seconds
-
-    def link(op: Op) -> Link:
-        found = [cost for (key, _, _), cost in costs.actions.items() if key == op]
-        return Link(attention=1.0, ffn=ratio or 1.0, latency=max((cost.latency for cost in found), default=0.0))
-
-    def reduce(worker: Worker, layer: int) -> float:
-        return share / segments if reduces and worker.role == "A" and layer < shape.layers else 0.0
-
-    return Load(
-        seconds=lambda action: costs.of(action).seconds,
-        bytes=size,
-        links={op: link(op) for op in ("D", "C", "H", "L")},
-        reduce=reduce,
-    )
-
-
-def _from_ffn(costs: StepCosts, action: Action) -> bool:
-    return costs.shape.endpoints(action)[0].role == "F"
-
-
-def _pace(costs: StepCosts) -> Pace:
-    """Mean durations, for orders that fill gaps."""
-    kinds: dict[str, list[float]] = {}
-    for (op, layer, phase), cost in costs.actions.items():
-        kinds.setdefault(("T" if op == "A" and layer == costs.shape.layers else op) + phase, []).append(cost.seconds)
-    means = {kind: sum(values) / len(values) for kind, values in kinds.items()}
-    seconds = {kind: means.get(kind, 0.0) for kind in ("Af", "Ab", "Aw", "Ef", "Eb", "Ew", "Tf", "Tb", "Tw")}
-    return Pace(seconds=seconds, transfer=means["Df"])
 
 
 def _line(points: list[tuple[int, float]], at: int) -> float:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_afd.allocate.collocated import Prediction
 from lightning_afd.allocate.request import Candidate, Request
-from lightning_afd.cost.times import StepCosts, step_costs
+from lightning_afd.cost.times import step_costs
+from lightning_afd.placement import Layout
 
 Regime = Literal["attention-bound", "communication-bound", "FFN-bound"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Intensity:
-    """How many FLOPs one side has for each byte on its NICs, and how many it would need to keep them busy."""
+    """How many FLOPs one side has for each byte between the sides, and how many it needs to be busy all the time."""
 
     flops_per_byte: float
     ridge: float
-    """Of the devices and NICs of this side: peak FLOP/s over NIC bytes/s, both of all its ranks."""
+    """The effective ridge point: peak FLOP/s of all ranks of this side over the bytes/s between the sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ def judge(request: Request, choice: Candidate, collocated: Iterable[Prediction])
         dead_zone=dead,
         network_seconds=network,
         compute_seconds=compute,
-        intensities={role: _intensity(request, costs, role) for role in "AF"},
+        intensities=_intensities(request, choice.layout, computes, network),
         collocated=others,
         sentence=_sentence(choice, others, (network, compute)),
     )
@@ -75,16 +77,22 @@ def _regime(attention: float, ffn: float, network: float) -> Regime:
     return "attention-bound" if attention >= ffn else "FFN-bound"
 
 
-def _intensity(request: Request, costs: StepCosts, role: str) -> Intensity:
-    """Of one rank; the ridge is that of its device and its own NICs."""
+def _intensities(
+    request: Request, layout: Layout, seconds: Mapping[str, float], network: float
+) -> dict[str, Intensity]:
+    """Effective ridge points, as DisagMoE (2605.11005) has them: what all ranks of a side can compute over what the
+    slower side's NICs can carry, 2 M / (M + N) of a device's own where all NICs are alike.
+
+    FLOPs are those that the devices could have done in their busy time.
+    """
     cluster, choices = request.cluster, request.choices
-    peak = cluster.device.peak(choices.precision.compute)
-    share = choices.attention_nics if role == "A" else choices.ffn_nics
-    rate = cluster.nic.gb_per_s * 1e9 * cluster.ports * share
-    seconds, busy = max(
-        (worker.compute, max(worker.send, worker.receive)) for who, worker in costs.busy().items() if who.role == role
-    )
-    return Intensity(flops_per_byte=peak / rate * seconds / busy if busy else float("inf"), ridge=peak / rate)
+    own = cluster.nic.gb_per_s * 1e9 * cluster.ports
+    rate = min(layout.attention * choices.attention_nics, layout.ffn * choices.ffn_nics) * own
+    found = {}
+    for role, ranks in (("A", layout.attention), ("F", layout.ffn)):
+        ridge = ranks * cluster.device.peak(choices.precision.compute) / rate
+        found[role] = Intensity(flops_per_byte=ridge * seconds[role] / network if network else math.inf, ridge=ridge)
+    return found
 
 
 def _sentence(choice: Candidate, others: tuple[Prediction, ...], bounds: tuple[float, float]) -> str:

@@ -9,21 +9,17 @@ from itertools import islice
 from typing import Literal
 
 from lightning_afd.baselines.collocated import free_transfers
+from lightning_afd.baselines.loads import load_of, pace_of
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import memory_of, scheduled_activations
 from lightning_afd.cost.times import StepCosts, step_costs
-from lightning_afd.cost.transfers import all_reduce_seconds
-from lightning_afd.placement import Layout, Worker
-from lightning_afd.schedule.actions import Op, Phase
-from lightning_afd.schedule.fill import Pace
+from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import Knobs, build
 from lightning_afd.schedule.shape import Schedule, Shape
-from lightning_afd.simulate import Link, Load, Simulation, simulate
+from lightning_afd.simulate import Load, Simulation, simulate
 
 GROUPS = (1, 2, 4, 8)
 """Groups per role that are tried."""
-_COMPUTE: tuple[Op, ...] = ("A", "E")
-_PHASES: tuple[Phase, ...] = ("f", "b", "w")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +47,8 @@ class Division:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Of all workers; zero-bubble gets the pace of the middle of the model."""
-        layer, costs = self.shape.layers // 2, self.costs.actions
-        if self.order == "af-pipe":
-            return build(self.order, self.shape, Knobs(group=self.run))
-        seconds = {op + phase: costs[op, layer, phase].seconds for op in _COMPUTE for phase in _PHASES}
-        seconds |= {"T" + phase: costs["A", self.shape.layers, phase].seconds for phase in _PHASES}
-        pace = Pace(seconds=seconds, transfer=costs["D", layer, "f"].seconds)
-        return build(self.order, self.shape, Knobs(group=self.run, pace=pace))
+        """Of all workers."""
+        return build(self.order, self.shape, Knobs(group=self.run, pace=pace_of(self.costs)))
 
     @cached_property
     def memory(self) -> float:
@@ -80,33 +70,8 @@ class Division:
         return self.least_memory <= limit and self.memory <= limit
 
     def load(self) -> Load:
-        """For the simulator: bytes are seconds of an A rank's links, and F's links are faster or slower by a factor."""
-        costs, links = self.costs, dict[Op, Link]()
-        first = costs.actions["D", 0, "f"]
-        for (op, _, _), cost in costs.actions.items():
-            if op in "DC":
-                links[op] = Link(attention=1, ffn=first.send_seconds / first.receive_seconds, latency=cost.latency)
-            elif op in "HL":
-                same = cost.over_nic == first.over_nic
-                links[op] = links["D"] if same else Link(attention=1, ffn=1, latency=cost.latency)
-        return Load(
-            seconds=lambda action: costs.of(action).seconds,
-            bytes=lambda action: (
-                costs.of(action).receive_seconds if action.op == "C" else costs.of(action).send_seconds
-            ),
-            links=links,
-            reduce=self._reduce,
-        )
-
-    def _reduce(self, worker: Worker, segment: int) -> float:
-        """Seconds of summing a segment's gradients over the A ranks of its group."""
-        if worker.role == "F":
-            return 0.0
-        model, shape = self.job.model, self.job.model.segments[segment]
-        parameters = sum(layer.attention_parameters(shared=self.job.shared_on_attention) for layer in shape.layers)
-        parameters += model.vocab * model.hidden * (int(shape.embeds) + int(bool(shape.head) and not model.tied))
-        nbytes = parameters * self.job.choices.precision.gradient_bytes
-        return all_reduce_seconds(self.job, nbytes)
+        """For the simulator."""
+        return load_of(self.costs)
 
 
 def _split(job: Job) -> Job:

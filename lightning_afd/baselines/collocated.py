@@ -6,25 +6,27 @@ reduces and transfers unless asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
 from lightning_afd.cost.hardware import Link as PortLink
 from lightning_afd.cost.job import BatchShape, Job
-from lightning_afd.cost.memory import scheduled_activations
-from lightning_afd.cost.model import ExpertsShape
+from lightning_afd.cost.model import ExpertsShape, LayerShape, SegmentShape
+from lightning_afd.cost.reduces import sum_latency, sum_seconds
 from lightning_afd.cost.routing import visits
-from lightning_afd.cost.sums import sum_latency, sum_seconds
-from lightning_afd.cost.times import Key
 from lightning_afd.cost.transfers import ROUTING_BYTES, row_bytes, slots_of
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout, Worker, split_sizes
-from lightning_afd.schedule.actions import Op
-from lightning_afd.schedule.shape import Schedule
+from lightning_afd.schedule.actions import Op, Phase
 from lightning_afd.simulate import Chunks, Link, Load, collocated
+
+T = TypeVar("T")
+_Table = dict[tuple[Op, Phase], float]
+"""Seconds by kind of action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,8 @@ class Costs:
         seconds, busy = self._seconds, self._busy
         links = self._links()
         return Load(
-            seconds=lambda action: seconds[action.op, action.layer, action.phase],
-            bytes=lambda action: busy[action.op, action.layer, action.phase] * links[action.op].attention,
+            seconds=lambda action: seconds[action.layer][action.op, action.phase],
+            bytes=lambda action: busy[action.layer][action.op, action.phase] * links[action.op].attention,
             links=links,
             machine=collocated,
             reduce=lambda worker, layer: self.reduce_seconds(worker, layer) + self.launch,
@@ -111,42 +113,58 @@ class Costs:
         inside = nvlink if self._nodes == 1 else nic
         return {"D": inside, "C": inside, "H": nic}
 
-    @cached_property
-    def _seconds(self) -> dict[Key, float]:
-        """Seconds of each computation; where attention is not split, its backward and that of experts are whole."""
-        found: dict[Key, float] = {}
-        choices, segments = self.part.choices, self.job.model.segments
-        whole = replace(self.job, choices=choices)
-        attention = {key: segment_seconds(whole, *key) for key in {(s, self._copies(s.layers)) for s in segments}}
-        experts = {layer: expert_seconds(self.part, layer) for layer in set(self.job.model.moe)}
-        for layer, segment in enumerate(segments):
-            times = attention[segment, self._copies(segment.layers)]
-            found |= {("A", layer, phase): seconds / self.parts for phase, seconds in times.items()}
-        for layer, shape in enumerate(self.job.model.moe):
-            found |= {("E", layer, phase): seconds for phase, seconds in experts[shape].items()}
-        return found
+    def _by_layer(self, cost: Callable[[int], T]) -> list[T]:
+        """What each layer costs; layers of one shape are looked at once."""
+        known: dict[int, T] = {}
+        for layer, kind in enumerate(self.job.model.kinds):
+            if kind not in known:
+                known[kind] = cost(layer)
+        return [known[kind] for kind in self.job.model.kinds]
 
-    def _copies(self, layers: Iterable[object]) -> float:
+    @cached_property
+    def _seconds(self) -> list[_Table]:
+        """Seconds of each computation of a layer, and of the tail; all ranks of a node compute at the same time."""
+        tables = [*self._by_layer(self._computation), self._attention_seconds(self.job.model.segments[-1])]
+        crowd = self.job.cluster.crowd
+        return tables if crowd == 1 else [{key: crowd * time for key, time in table.items()} for table in tables]
+
+    def _computation(self, layer: int) -> _Table:
+        experts = expert_seconds(self.part, self.job.model.moe[layer])
+        found: _Table = {("E", phase): seconds for phase, seconds in experts.items()}
+        return found | self._attention_seconds(self.job.model.segments[layer])
+
+    def _attention_seconds(self, segment: SegmentShape) -> _Table:
+        """Where attention is not split, its backward is whole."""
+        whole = replace(self.job, choices=self.part.choices)
+        times = segment_seconds(whole, segment, self._copies(segment.layers))
+        return {("A", phase): seconds / self.parts for phase, seconds in times.items()}
+
+    def _copies(self, layers: Iterable[LayerShape]) -> float:
         """Rows per token that a segment packs."""
-        shapes = [layer.experts for layer in layers if getattr(layer, "experts", None)]  # type: ignore[attr-defined]
+        shapes = [layer.experts for layer in layers if layer.experts is not None]
         return sum(self.layout.experts * visits(self._owned(shape), shape.experts, shape.top_k) for shape in shapes)
 
     def _owned(self, experts: ExpertsShape) -> int:
         return split_sizes(experts.experts, self.layout.experts)[0]
 
     @cached_property
-    def _busy(self) -> dict[Key, float]:
-        """Seconds in which a rank's links are busy with each transfer, in each direction."""
-        found: dict[Key, float] = {}
-        tokens, row, cluster = self.part.batch.tokens, row_bytes(self.job), self.job.cluster
+    def _busy(self) -> list[_Table]:
+        """Seconds in which a rank's links are busy with each transfer of a layer, in each direction."""
+        return self._by_layer(self._transfers)
+
+    def _transfers(self, layer: int) -> _Table:
+        experts, row, cluster = self.job.model.moe[layer], row_bytes(self.job), self.job.cluster
         stream = self.job.model.hidden * self.job.choices.precision.stream_width
-        hop = cluster.nic.busy_seconds(tokens * stream, 1, cluster.ports)
-        for layer, experts in enumerate(self.job.model.moe):
-            weights = slots_of(self.job, layer) * ROUTING_BYTES
-            extra = {("D", "f"): 2 * weights, ("C", "f"): 0, ("D", "b"): 0, ("C", "b"): weights}
-            found |= {(op, layer, way): self._exchange(experts, row + more) for (op, way), more in extra.items()}  # type: ignore[misc]
-            found |= {("H", layer, "f"): hop, ("H", layer, "b"): hop}
-        return found
+        hop = cluster.nic.busy_seconds(self.part.batch.tokens * stream, 1, cluster.ports)
+        weights = slots_of(self.job, layer) * ROUTING_BYTES
+        return {
+            ("D", "f"): self._exchange(experts, row + 2 * weights),
+            ("C", "f"): self._exchange(experts, row),
+            ("D", "b"): self._exchange(experts, row),
+            ("C", "b"): self._exchange(experts, row + weights),
+            ("H", "f"): hop,
+            ("H", "b"): hop,
+        }
 
     def _exchange(self, experts: ExpertsShape, bytes_per_row: float) -> float:
         """One all-to-all of a part: NICs and links inside the node work at the same time."""
@@ -183,62 +201,71 @@ class Costs:
 
     def _dense(self, segment: int) -> float:
         """Parameters of a segment on each data rank."""
-        model, shape = self.job.model, self.job.model.segments[segment]
-        found = sum(layer.attention_parameters(shared=True) for layer in shape.layers)
-        tables = int(shape.embeds) + int(bool(shape.head) and not model.tied)
-        return found + tables * model.vocab * model.hidden
+        return self.job.model.segment_parameters(segment, shared=True)
 
     def _expert_parameters(self, layer: int) -> float:
         experts = self.job.model.moe[layer]
         return self._owned(experts) * experts.expert_parameters
 
-    def _trained(self, stage: int) -> tuple[float, float]:
-        """Dense and expert parameters of a rank of a stage, for both directions if there are two."""
-        parities = range(self.shape.directions)
-        segments = [(s, m) for m in parities for s in range(self.shape.layers + 1)]
-        own = [segment for segment, m in segments if self.shape.stage_of(segment, m) == stage]
-        experts = [self._expert_parameters(layer) for layer in own if layer < self.shape.layers]
-        return sum(self._dense(segment) for segment in own), sum(experts)
+    @cached_property
+    def _trained(self) -> list[tuple[float, float]]:
+        """Dense and expert parameters of a rank of each stage, for both directions if there are two."""
+        dense, experts = ([0.0] * self.shape.depth for _ in range(2))
+        own = [*self._by_layer(self._dense), self._dense(self.shape.layers)]
+        routed = [*self._by_layer(self._expert_parameters), 0.0]
+        for parity in range(self.shape.directions):
+            for segment, (more, routed_more) in enumerate(zip(own, routed, strict=True)):
+                stage = self.shape.stage_of(segment, parity)
+                dense[stage] += more
+                experts[stage] += routed_more
+        return list(zip(dense, experts, strict=True))
 
     def fixed_memory(self) -> float:
         """Bytes of weights, gradients and optimizer state on a rank of the fullest stage."""
-        return max(self._fixed_memory(stage) for stage in range(self.shape.depth))
+        return max(self.stage_memory(stage) for stage in range(self.shape.depth))
 
-    def _fixed_memory(self, stage: int) -> float:
-        precision, (dense, experts) = self.job.choices.precision, self._trained(stage)
+    def stage_memory(self, stage: int) -> float:
+        """The same of any stage."""
+        precision, (dense, experts) = self.job.choices.precision, self._trained[stage]
         shard = self.job.choices.shard_optimizer
         sharded = dense / self.layout.data + experts / self.layout.replicas if shard else dense + experts
         fixed = (dense + experts) * (precision.weight_bytes + precision.gradient_bytes)
         return fixed + sharded * precision.optimizer_bytes
 
-    def memory(self, schedule: Schedule) -> float:
-        """Bytes on a rank of the fullest stage, with the activations that it holds at most."""
-        found = [self._fixed_memory(stage) for stage in range(self.shape.depth)]
-        for worker, program in schedule.programs.items():
-            found[worker.group] += scheduled_activations(self.part, worker, program)
-        return max(found)
-
     def seconds_of(self, *ops: Op) -> float:
         """Sum over all layers and phases of the actions of one micro-batch of the shape, transfers without latency."""
-        return sum(seconds for (op, _, _), seconds in (self._seconds | self._busy).items() if op in ops)
+        tables = [*self._seconds, *self._busy]
+        return sum(seconds for table in tables for (op, _), seconds in table.items() if op in ops)
 
-    def work(self) -> tuple[list[float], list[float]]:
-        """Seconds of computation, and of sending, of each stage for one micro-batch of the shape."""
+    def work(self, *, again: bool = False) -> tuple[list[float], list[float]]:
+        """Seconds of computation, and of sending, of each stage for one micro-batch of the shape.
+
+        `again`: forwards count twice.
+        """
         compute, network = ([0.0] * self.shape.depth for _ in range(2))
+        busy = self._by_layer(lambda layer: _total(self._busy[layer], "DC", again))
+        seconds = self._by_layer(lambda layer: _total(self._seconds[layer], "AE", again))
+        seconds.append(_total(self._seconds[-1], "A", again))
+        hops = _total(self._busy[0], "H", False)
         for parity in range(self.shape.directions):
-            for seconds, found in ((self._seconds, compute), (self._busy, network)):
-                for (op, layer, _), value in seconds.items():
-                    if op == "H" and not self.shape.hops(layer):
-                        continue
-                    found[self.shape.stage_of(layer, parity)] += value / self.shape.directions
+            stages = [self.shape.stage_of(segment, parity) for segment in range(self.shape.layers + 1)]
+            for segment, stage in enumerate(stages):
+                compute[stage] += seconds[segment] / self.shape.directions
+                if segment < self.shape.layers:
+                    hop = hops if stage != stages[segment + 1] else 0.0
+                    network[stage] += (busy[segment] + hop) / self.shape.directions
         return compute, network
 
     def update_seconds(self) -> float:
         """The optimizer's step on the fullest stage."""
         shard = self.job.choices.shard_optimizer
         shares = (self.layout.data, self.layout.replicas) if shard else (1, 1)
-        trained = (self._trained(stage) for stage in range(self.shape.depth))
-        return optimizer_seconds(self.job, max(dense / shares[0] + experts / shares[1] for dense, experts in trained))
+        most = max(dense / shares[0] + experts / shares[1] for dense, experts in self._trained)
+        return optimizer_seconds(self.job, most)
+
+
+def _total(table: _Table, ops: str, again: bool) -> float:
+    return sum((1 + (again and phase == "f")) * seconds for (op, phase), seconds in table.items() if op in ops)
 
 
 def free_transfers(load: Load) -> Load:

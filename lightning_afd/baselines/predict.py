@@ -5,26 +5,32 @@ Every method runs in the simulator with the same costs, links and rules of memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 from lightning_afd.baselines.collocated import Collocated, Costs, free_transfers
+from lightning_afd.baselines.outline import Outline
 from lightning_afd.baselines.programs import Style, collocated_schedule
 from lightning_afd.baselines.stages import Stages
-from lightning_afd.baselines.units import interleaved, two_directions
+from lightning_afd.baselines.units import Slot, interleaved, two_directions
 from lightning_afd.cost.job import Job
+from lightning_afd.errors import PlanError
 from lightning_afd.schedule.shape import Schedule
 from lightning_afd.simulate import Simulation, simulate
 
-Recompute = Literal["none", "full"]
-STAGES, VIRTUAL, RECOMPUTE = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), get_args(Recompute)
+STAGES, VIRTUAL = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 """The grid in which pipelines are tuned."""
+Rung = tuple[Literal["none", "attention", "full"], bool]
+RUNGS: tuple[Rung, ...] = (("none", False), ("full", False))
+"""What is computed again: of attention, and of experts."""
 
 
+LIKELY = 3
+"""Settings that are looked at in outline."""
 PLAIN = Style()
 
 
@@ -64,13 +70,17 @@ class Setting:
     method: str
     layout: Collocated
     virtual: int = 1
-    recompute: Recompute = "none"
+    rung: Rung = RUNGS[0]
+    whole: bool = False
+    """Layers are computed again as a whole, exchanges included, so that their inputs are all they keep: full
+    recomputation of Megatron-LM (2205.05198). Known in outline only."""
 
     def describe(self) -> str:
         """`PP4 x DP32 (EP16), v=7, recompute`."""
-        layout = self.layout
+        layout, (attention, experts) = self.layout, self.rung
         found = f"PP{layout.stages} x DP{layout.data} (EP{layout.experts}), v={self.virtual}"
-        return found + (", recompute" if self.recompute == "full" else "")
+        found += {"none": "", "attention": ", recompute attention", "full": ", recompute"}[attention]
+        return found + (" and experts" if experts else "") + (", recompute whole layers" if self.whole else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +90,25 @@ class Trial:
     setting: Setting
     costs: Costs
 
-    @cached_property
+    @property
+    def _order(self) -> Callable[[int], list[Slot]]:
+        method, shape = METHODS[self.setting.method], self.costs.shape
+        if method.order == "two-directions":
+            return partial(two_directions, shape)
+        return partial(interleaved, shape, together=method.together * method.parts)
+
+    @property
     def schedule(self) -> Schedule:
         """Of all stages."""
-        method, shape = METHODS[self.setting.method], self.costs.shape
-        together = method.together * method.parts
-        order = partial(interleaved, shape, together=together)
-        if method.order == "two-directions":
-            order = partial(two_directions, shape)
-        return collocated_schedule(self.setting.method, shape, method.style, order)
+        name = self.setting.method
+        return collocated_schedule(name, self.costs.shape, METHODS[name].style, self._order)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The step in the large, which is much quicker to look through."""
+        return Outline(
+            style=METHODS[self.setting.method].style, costs=self.costs, order=self._order, whole=self.setting.whole
+        )
 
     @property
     def least_memory(self) -> float:
@@ -96,18 +116,33 @@ class Trial:
         return self.costs.fixed_memory()
 
     @property
+    def possible(self) -> bool:
+        """Whether a rank has room for it without activations."""
+        return self.least_memory <= self.costs.job.cluster.device.memory_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether it fits into the memory of a rank."""
-        limit = self.costs.job.cluster.device.memory_bytes
-        return self.least_memory <= limit and self.memory <= limit
+        limit, stages = self.costs.job.cluster.device.memory_bytes, range(self.costs.shape.depth)
+        return self.possible and all(self._memory(stage) <= limit for stage in stages)
 
-    @cached_property
+    @property
     def memory(self) -> float:
         """Bytes on the fullest rank."""
-        return self.costs.memory(self.schedule)
+        return max(self._memory(stage) for stage in range(self.costs.shape.depth))
+
+    def _memory(self, stage: int) -> float:
+        return self.costs.stage_memory(stage) + self.outline.activations(stage)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the step in outline, the optimizer's included."""
+        return self.outline.seconds + self.costs.update_seconds()
 
     def run(self) -> Prediction:
         """Simulate it."""
+        if self.setting.whole:
+            raise PlanError(f"{self.setting.describe()}: whole layers can't be computed again in this simulation")
         simulation = simulate(self.schedule, self.costs.load())
         return Prediction(trial=self, simulation=simulation, seconds=simulation.seconds + self.costs.update_seconds())
 
@@ -152,14 +187,37 @@ def predict_baselines(job: Job, nodes: tuple[int, ...] = (1, 2), most: int = 2) 
 
 def tuned(job: Job, method: str, experts: int, most: int = 2) -> Prediction | None:
     """The best of the `most` likely settings of a method with groups of so many ranks that fit into memory."""
-    trials = sorted(_trials(job, method, experts), key=_estimate)
+    trials = sorted(_trials(job, method, experts, _ways(RUNGS)), key=_estimate)
     chosen = list(islice((trial for trial in trials if trial.fits), most))
     if not chosen and trials:
         chosen = [min(trials, key=lambda trial: trial.least_memory)]
     return min((trial.run() for trial in chosen), key=lambda found: found.seconds, default=None)
 
 
-def _trials(job: Job, method: str, experts: int) -> Iterator[Trial]:
+def outlined(job: Job, method: str, experts: int, rungs: tuple[Rung, ...], *, whole: bool) -> Trial | None:
+    """The best, in outline, of the likely settings that fit into memory; None where none does.
+
+    `whole`: layers may be computed again as a whole, too.
+    """
+    ways = [*_ways(rungs), *([_Way(rung=RUNGS[0], whole=True)] if whole else [])]
+    possible = (trial for trial in _trials(job, method, experts, ways) if trial.possible)
+    trials = sorted(possible, key=_estimate)
+    fitting = islice((trial for trial in trials if trial.fits), LIKELY)
+    return min(fitting, key=lambda trial: trial.seconds, default=None)
+
+
+class _Way(NamedTuple):
+    """What is computed again."""
+
+    rung: Rung
+    whole: bool = False
+
+
+def _ways(rungs: tuple[Rung, ...]) -> list[_Way]:
+    return [_Way(rung) for rung in rungs]
+
+
+def _trials(job: Job, method: str, experts: int, ways: list[_Way]) -> Iterator[Trial]:
     """All settings that the ranks, layers and micro-batches allow."""
     ranks, layers = job.cluster.devices, len(job.model.moe)
     rows = job.layout.attention * job.micro_batches
@@ -168,8 +226,8 @@ def _trials(job: Job, method: str, experts: int) -> Iterator[Trial]:
         for virtual in sorted({min(virtual, layers // stages) for virtual in VIRTUAL}):
             micro_batches = -(-rows // layout.data)
             if _possible(METHODS[method], stages, virtual, micro_batches):
-                for recompute in RECOMPUTE:
-                    setting = Setting(method=method, layout=layout, virtual=virtual, recompute=recompute)
+                for way in ways:
+                    setting = Setting(method=method, layout=layout, virtual=virtual, rung=way.rung, whole=way.whole)
                     yield trial(job, setting, micro_batches)
 
 
@@ -192,14 +250,15 @@ def trial(job: Job, setting: Setting, micro_batches: int) -> Trial:
         split_attention=method.style.split,
         directions=2 if method.order == "two-directions" else 1,
     )
-    job = replace(job, choices=replace(job.choices, recompute=setting.recompute))
+    again, experts = setting.rung
+    job = replace(job, choices=replace(job.choices, recompute=again, recompute_experts=experts))
     return Trial(setting=setting, costs=Costs(job=job, layout=layout, shape=shape, parts=method.parts))
 
 
 def _estimate(trial: Trial) -> float:
     """About the seconds of a step: the fullest stage's work, transfers as far as they show, and the bubble."""
     costs, method = trial.costs, METHODS[trial.setting.method]
-    compute, network = costs.work()
+    compute, network = costs.work(again=trial.setting.whole)
     hidden = method.order == "two-directions" or method.together > 1
     stages = [max(c, n) if hidden else c + n / method.parts for c, n in zip(compute, network, strict=True)]
     bubble = (costs.shape.depth - 1) / trial.setting.virtual * sum(stages) / len(stages)

@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.baselines.units import Slot, Unit
-from lightning_afd.placement import Worker
+from lightning_afd.placement import Role, Worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 from lightning_afd.schedule.shape import Schedule
 
@@ -31,10 +31,15 @@ def collocated_schedule(name: str, stages: Stages, style: Style, order: Callable
     """The schedule in which each stage executes the slots that `order` gives for it."""
     programs: dict[Worker, tuple[Action, ...]] = {}
     for worker in stages.workers():
-        steps = _attention if worker.role == "A" else _experts
-        slots = ([steps(stages, style, unit) for unit in slot] for slot in order(worker.group))
-        programs[worker] = tuple(chain.from_iterable(_alternating(slot) for slot in slots))
+        slots = (slot_actions(stages, style, slot, worker.role) for slot in order(worker.group))
+        programs[worker] = tuple(chain.from_iterable(slots))
     return Schedule(stages, name, programs)
+
+
+def slot_actions(stages: Stages, style: Style, slot: Slot, role: Role) -> Iterator[Action]:
+    """What the A worker or the F worker of a stage does in a slot."""
+    steps = _attention if role == "A" else _experts
+    return _alternating([steps(stages, style, unit) for unit in slot])
 
 
 def _alternating(units: list[list[list[Action]]]) -> Iterator[Action]:

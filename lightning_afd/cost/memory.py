@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 
 from lightning_afd.cost.in_flight import Change, peak
 from lightning_afd.cost.job import Job
-from lightning_afd.cost.model import LayerShape, SegmentShape, parameters_of
+from lightning_afd.cost.model import ExpertsShape, LayerShape, SegmentShape, parameters_of
 from lightning_afd.cost.traffic import load_of
 from lightning_afd.cost.transfers import ROUTING_BYTES, layer_traffic, row_bytes, slots_of
-from lightning_afd.placement import Worker, split_sizes
+from lightning_afd.placement import Role, Worker, split_sizes
 from lightning_afd.schedule.actions import Action
 
 WIDE = 4
@@ -71,13 +71,18 @@ def expert_parameters(job: Job, group: int, index: int) -> int:
 
 def scheduled_activations(job: Job, worker: Worker, program: Iterable[Action]) -> float:
     """Bytes of activations at the fullest moment of a worker's program, exactly as it keeps and frees them."""
-    return peak(program, _attention_change(job) if worker.role == "A" else _experts_change(job))
+    return peak(program, activation_change(job, worker.role))
+
+
+def activation_change(job: Job, role: Role) -> Change:
+    """By how many bytes an action changes what a worker of a role keeps."""
+    return _attention_change(job) if role == "A" else _experts_change(job)
 
 
 def bounded_activations(job: Job, worker: Worker, held: int) -> float:
     """The same from a number of forwards in flight alone (`pipelined`), from above: each as large as the largest."""
     if worker.role == "F":
-        sizes = [_expert_bytes(job, layer) for layer in range(worker.group, len(job.model.moe), job.layout.depth)]
+        sizes = [_expert_bytes(job, experts) for experts in set(job.model.moe[worker.group :: job.layout.depth])]
         return max(held * saved + max(0.0, pending - saved) for saved, pending in sizes)
     segments = [segment for segment in _own(job, worker.group) if not segment.head]
     tails = [segment_bytes(job, segment) for segment in _own(job, worker.group) if segment.head]
@@ -135,13 +140,13 @@ def _norm_bytes(columns: int, width: int) -> float:
     return columns * (max(WIDE, width) + width)
 
 
-def _expert_bytes(job: Job, layer: int) -> tuple[float, float]:
+def _expert_bytes(job: Job, experts: ExpertsShape) -> tuple[float, float]:
     """Bytes on the busiest F rank of one layer and micro-batch: after the forward, and after the input gradient.
 
     Forward leaves x, weights, ids and the values before the activation (not with recompute); the input gradient leaves
     x, dY, the values after the activation and the gradient of those before it.
     """
-    experts, width = job.model.moe[layer], job.choices.precision.width
+    width = job.choices.precision.width
     load, row = load_of(job, experts), row_bytes(job)
     index = load.slots * INDEX_BYTES
     z = load.slots * experts.wide * width
@@ -157,7 +162,8 @@ def _expert_bytes(job: Job, layer: int) -> tuple[float, float]:
 
 
 def _attention_change(job: Job) -> Change:
-    sizes = [segment_bytes(job, segment) for segment in job.model.segments]
+    known = {segment: segment_bytes(job, segment) for segment in set(job.model.segments)}
+    sizes = [known[segment] for segment in job.model.segments]
     last = "w" if job.choices.split_attention else "b"
 
     def change(action: Action) -> float:
@@ -169,7 +175,8 @@ def _attention_change(job: Job) -> Change:
 
 
 def _experts_change(job: Job) -> Change:
-    sizes = [_expert_bytes(job, layer) for layer in range(len(job.model.moe))]
+    known = {experts: _expert_bytes(job, experts) for experts in set(job.model.moe)}
+    sizes = [known[experts] for experts in job.model.moe]
 
     def change(action: Action) -> float:
         if action.op != "E":
@@ -189,7 +196,7 @@ def _messages(job: Job, worker: Worker) -> float:
     return job.micro_batches * (side.nic_rows + side.local_rows) * per_row
 
 
-def _own(job: Job, group: int) -> list[SegmentShape]:
+def _own(job: Job, group: int) -> tuple[SegmentShape, ...]:
     """The segments of an A group."""
-    segments = enumerate(job.model.segments)
-    return [segment for index, segment in segments if job.shape.attention(index) == Worker("A", group)]
+    segments = job.model.segments
+    return segments[:-1][group :: job.layout.depth] + (() if group else segments[-1:])

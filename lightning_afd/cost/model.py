@@ -211,6 +211,20 @@ class ModelShape:
                 waiting = []
         return (*found, SegmentShape(layers=tuple(waiting), embeds=not found, head=(self.head,)))
 
+    def segment_parameters(self, index: int, *, shared: bool) -> int:
+        """Dense parameters of a segment, its embedding or head included; `shared`: shared experts, too."""
+        segment = self.segments[index]
+        tables = int(segment.embeds) + int(bool(segment.head) and not self.tied)
+        return (
+            sum(layer.attention_parameters(shared=shared) for layer in segment.layers) + tables * self.head.parameters
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Of each MoE layer with its segment a number: layers of the same shape have the same."""
+        known: dict[tuple[SegmentShape, ExpertsShape], int] = {}
+        return tuple(known.setdefault(both, len(known)) for both in zip(self.segments, self.moe, strict=False))
+
     def parameters(self) -> Parameters:
         """All parameters, each once."""
         moe = self.moe

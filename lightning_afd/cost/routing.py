@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 
 
+@cache
 def visits(part: int, experts: int, top_k: int) -> float:
     """Probability that a token chooses at least one of `part` of the experts.
 

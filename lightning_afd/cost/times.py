@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import dense_parameters, expert_parameters
-from lightning_afd.cost.model import ExpertsShape, SegmentShape
-from lightning_afd.cost.transfers import ActionCost, all_reduce_seconds, layer_traffic, transfers
+from lightning_afd.cost.reduces import reduce_seconds
+from lightning_afd.cost.traffic import copies
+from lightning_afd.cost.transfers import ActionCost, transfers
 from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 from lightning_afd.schedule.shape import Shape
@@ -39,8 +42,22 @@ class Update:
     all_reduce_bytes: float
     """Dense gradients of an A rank."""
     all_reduce_seconds: float
-    """Their sum over the replicas, alone on the links."""
+    """Their sum over the replicas, segment by segment, alone on the links."""
     optimizer_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alike:
+    """Layers of one shape between the same workers."""
+
+    layers: tuple[int, ...]
+    costs: tuple[_Entry, ...]
+    """Of the actions of each of them."""
+
+    def actions(self) -> Iterator[tuple[Action, ActionCost]]:
+        """Those of the first of the layers, for a micro-batch."""
+        for op, phase, cost in self.costs:
+            yield Action(op, self.layers[0], phase, 0), cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +65,20 @@ class StepCosts:
     """What a simulator or an allocator needs of a job."""
 
     shape: Shape
-    actions: Mapping[Key, ActionCost]
-    """By op, layer (segment) and phase: the same for each micro-batch."""
+    alike: tuple[Alike, ...]
+    tail: Mapping[Phase, ActionCost]
+    """Of segment `layers`."""
+    reduces: tuple[float, ...]
+    """Of each segment: summing its dense gradients over the replicas, alone on the links."""
     update: Update
+
+    @cached_property
+    def actions(self) -> Mapping[Key, ActionCost]:
+        """By op, layer (segment) and phase: the same for each micro-batch."""
+        found: dict[Key, ActionCost] = {("A", self.shape.layers, phase): cost for phase, cost in self.tail.items()}
+        for kind in self.alike:
+            found |= {(op, layer, phase): cost for layer in kind.layers for op, phase, cost in kind.costs}
+        return found
 
     def of(self, action: Action) -> ActionCost:
         """The cost of an action."""
@@ -59,14 +87,15 @@ class StepCosts:
     def busy(self) -> dict[Worker, Busy]:
         """What one micro-batch of each A rank costs each worker."""
         compute, send, receive = (dict.fromkeys(self.shape.workers(), 0.0) for _ in range(3))
-        for (op, layer, phase), cost in self.actions.items():
-            action = Action(op, layer, phase, 0)
-            if action.is_transfer:
-                sender, receiver = self.shape.endpoints(action)
-                send[sender] += cost.send_seconds
-                receive[receiver] += cost.receive_seconds
-            else:
-                compute[self.shape.owner(action)] += cost.seconds
+        compute[self.shape.tail] += sum(cost.seconds for cost in self.tail.values())
+        for kind in self.alike:
+            for action, cost in kind.actions():
+                if action.is_transfer:
+                    sender, receiver = self.shape.endpoints(action)
+                    send[sender] += len(kind.layers) * cost.send_seconds
+                    receive[receiver] += len(kind.layers) * cost.receive_seconds
+                else:
+                    compute[self.shape.owner(action)] += len(kind.layers) * cost.seconds
         return {w: Busy(compute=compute[w], send=send[w], receive=receive[w]) for w in self.shape.workers()}
 
     def bound(self) -> float:
@@ -76,35 +105,36 @@ class StepCosts:
 
 def step_costs(job: Job) -> StepCosts:
     """The cost of every action of a job's step. Layers of one shape between the same workers are looked at once."""
-    shape, known = job.shape, dict[Hashable, list[_Entry]]()
-    costs: dict[Key, ActionCost] = {}
-    segments = job.model.segments
-    for layer, (segment, experts) in enumerate(zip(segments, job.model.moe, strict=False)):
-        key = (segment, shape.attention(layer), shape.attention(layer + 1), shape.experts(layer))
-        if key not in known:
-            known[key] = list(_layer(job, layer, segment, experts))
-        costs |= {(op, layer, phase): cost for op, phase, cost in known[key]}
-    tail = segment_seconds(job, segments[-1], 0.0)
-    costs |= {("A", shape.layers, phase): ActionCost(seconds=seconds) for phase, seconds in tail.items()}
-    return StepCosts(shape=shape, actions=costs, update=_update(job))
+    shape, known = job.shape, defaultdict[Hashable, list[int]](list)
+    for layer, kind in enumerate(job.model.kinds):
+        known[kind, shape.attention(layer), shape.attention(layer + 1), shape.experts(layer)].append(layer)
+    tail = segment_seconds(job, job.model.segments[-1], 0.0)
+    reduces = reduce_seconds(job)
+    return StepCosts(
+        shape=shape,
+        alike=tuple(Alike(layers=tuple(layers), costs=tuple(_layer(job, layers[0]))) for layers in known.values()),
+        tail={phase: ActionCost(seconds=seconds) for phase, seconds in tail.items()},
+        reduces=reduces,
+        update=_update(job, reduces),
+    )
 
 
-def _layer(job: Job, layer: int, segment: SegmentShape, experts: ExpertsShape) -> Iterator[_Entry]:
-    for phase, seconds in segment_seconds(job, segment, layer_traffic(job, layer, "f").copies).items():
+def _layer(job: Job, layer: int) -> Iterator[_Entry]:
+    segment, experts = job.model.segments[layer], job.model.moe[layer]
+    for phase, seconds in segment_seconds(job, segment, copies(job, experts)).items():
         yield "A", phase, ActionCost(seconds=seconds)
     for phase, seconds in expert_seconds(job, experts).items():
         yield "E", phase, ActionCost(seconds=seconds)
     yield from transfers(job, layer)
 
 
-def _update(job: Job) -> Update:
+def _update(job: Job, reduces: tuple[float, ...]) -> Update:
     """A group 0 has embedding and head, so that its dense gradients are the most."""
-    dense = [dense_parameters(job, group) for group in range(job.layout.depth)]
+    dense = dense_parameters(job, 0)
     experts = [expert_parameters(job, group, 0) for group in range(job.layout.depth)]
-    gradients = max(dense) * job.choices.precision.gradient_bytes
-    sharded = max(dense) / (job.layout.attention if job.choices.shard_optimizer else 1)
+    sharded = dense / (job.layout.attention if job.choices.shard_optimizer else 1)
     return Update(
-        all_reduce_bytes=gradients,
-        all_reduce_seconds=all_reduce_seconds(job, gradients),
+        all_reduce_bytes=dense * job.choices.precision.gradient_bytes,
+        all_reduce_seconds=sum(reduces[:-1][:: job.layout.depth]) + reduces[-1],
         optimizer_seconds=optimizer_seconds(job, max(sharded, *experts)),
     )

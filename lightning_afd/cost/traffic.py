@@ -82,8 +82,13 @@ def traffic(job: Job, experts: ExpertsShape, senders: Worker, receivers: Worker)
         local_rows=tokens * max(sum(node.copies) for node in near),
         peers=len(nodes) if job.choices.dedup == "node" else job.layout.ffn,
     )
-    copies = sum(sum(node.copies) for node in nodes.values())
-    return Traffic(attention=attention, ffn=_ffn_side(job, a_nodes, nodes), copies=copies)
+    return Traffic(attention=attention, ffn=_ffn_side(job, a_nodes, nodes), copies=copies(job, experts))
+
+
+def copies(job: Job, experts: ExpertsShape) -> float:
+    """Rows per token to all F ranks of a group together."""
+    owned = split_sizes(experts.experts, job.layout.ffn)
+    return sum(owned.count(size) * _copies(job, experts, size) for size in set(owned))
 
 
 def _ffn_nodes(job: Job, experts: ExpertsShape, receivers: Worker) -> dict[int, _Node]:
@@ -91,13 +96,13 @@ def _ffn_nodes(job: Job, experts: ExpertsShape, receivers: Worker) -> dict[int, 
     owned = split_sizes(experts.experts, job.layout.ffn)
     for rank, size in zip(job.layout.ranks_of(receivers), owned, strict=True):
         sizes.setdefault(job.cluster.node_of(rank), []).append(size)
-    copies = {size: _copies(job, experts, size) for size in set(owned)}
+    rows = {size: _copies(job, experts, size) for size in set(owned)}
     return {
         node: _Node(
-            tuple(copies[size] for size in own),
+            tuple(rows[size] for size in own),
             visits(sum(own), experts.experts, experts.top_k)
             if job.choices.dedup == "node"
-            else sum(copies[size] for size in own),
+            else sum(rows[size] for size in own),
         )
         for node, own in sizes.items()
     }

@@ -1,4 +1,4 @@
-"""Bytes and seconds of the messages of one micro-batch, and of the dense gradients' all-reduce.
+"""Bytes and seconds of the messages of one micro-batch.
 
 Message sizes are those of the engine's wire format without headers: a dispatch carries x, weights and local expert ids
 of each row, its answer y; backward dY, and dx with the weights' gradients. A hop carries the base and the token of each
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_afd.cost.job import Job
-from lightning_afd.cost.sums import sum_latency, sum_seconds
 from lightning_afd.cost.traffic import Side, Traffic, traffic
 from lightning_afd.schedule.actions import Action, Op, Phase
 
@@ -77,15 +76,6 @@ def slots_of(job: Job, layer: int) -> int:
     """Routing weights of a row: K, and one more where F ranks compute shared experts."""
     experts = job.model.moe[layer]
     return experts.top_k + (bool(experts.shared) and not job.shared_on_attention)
-
-
-def all_reduce_seconds(job: Job, nbytes: float) -> float:
-    """Summing dense gradients over the A ranks of a group, which are neighbours."""
-    ranks = job.layout.attention
-    if ranks == 1:
-        return 0.0
-    busy = sum_seconds(job.cluster, nbytes, ranks, nics=job.choices.attention_nics)
-    return busy + sum_latency(job.cluster, ranks)
 
 
 def _exchange(job: Job, rows: Traffic, bytes_per_row: float, *, to_ffn: bool) -> ActionCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Grouped, Groups, Head, Worker, as_groups, tail_worker
@@ -42,16 +43,25 @@ class Shape(Grouped):
 
     def attention(self, segment: int) -> Worker:
         """The A worker of a segment, 0 to `layers`."""
-        return Worker("A", 0 if segment == self.layers else segment % self.attention_groups)
+        return self._attention[segment]
 
-    @property
+    @cached_property
+    def _attention(self) -> tuple[Worker, ...]:
+        groups = (*(segment % self.attention_groups for segment in range(self.layers)), 0)
+        return tuple(Worker("A", group) for group in groups)
+
+    @cached_property
     def tail(self) -> Worker:
         """The worker that runs trailing layers, norm, head and loss."""
         return tail_worker(self.head, self.ffn_groups)
 
     def experts(self, layer: int) -> Worker:
         """The F worker of a layer."""
-        return Worker("F", layer % self.ffn_groups)
+        return self._experts[layer]
+
+    @cached_property
+    def _experts(self) -> tuple[Worker, ...]:
+        return tuple(Worker("F", layer % self.ffn_groups) for layer in range(self.layers + 1))
 
     def owner(self, action: Action) -> Worker:
         """The worker that computes an A, E or T action, or reduces (S)."""

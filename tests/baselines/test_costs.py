@@ -15,7 +15,7 @@ from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices, Job
 from lightning_afd.cost.model import ModelShape
-from lightning_afd.cost.sums import sum_seconds
+from lightning_afd.cost.reduces import sum_seconds
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.recipes.shapes import named_cluster, named_model
@@ -88,7 +88,7 @@ def test_stages_hold_the_whole_model() -> None:
     """Over all stages, weights and gradients (2 + 2 bytes) and optimizer state (4) are those of the model."""
     costs = costs_of(job_of(), 8, stages=2)
     parameters = model().parameters()
-    found = sum(costs._fixed_memory(stage) for stage in range(2))
+    found = sum(costs.stage_memory(stage) for stage in range(2))
     dense = parameters.total - parameters.experts - model().final_norm_parameters
     assert found == pytest.approx(8 * (dense + parameters.experts / 8), rel=1e-6)
 

@@ -43,8 +43,8 @@ def test_plan_is_printed_saved_and_drawn(tmp_path: Path) -> None:
         assert part in text
     assert text.endswith("heavy:")
     choice = PlanChoice.load(tmp_path / "plan.json")
-    assert choice.layout.world <= 16
-    assert choice.layout.describe() in text
+    assert choice.best.layout.world <= 16
+    assert choice.best.layout.describe() in text
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
