@@ -1,0 +1,4 @@
+"""Measuring on one's own machine.
+
+namespaces.py   hosts on one machine, joined by links of a chosen rate
+"""
