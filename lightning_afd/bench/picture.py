@@ -23,7 +23,9 @@ def draw(result: Result, path: Path) -> None:
     figure = Figure(figsize=(1.5 + 4.5 * count, 1.6 + 0.4 * longest), layout="constrained")
     for axes, section in zip(figure.subplots(1, count, squeeze=False)[0], result.sections, strict=True):
         _panel(axes, section)
-    figure.suptitle("seconds per step (bar: median, line: quartiles, |: its bound); x: times the first one's", fontsize=9)
+    figure.suptitle(
+        "seconds per step (bar: median, line: quartiles, |: its bound); x: times the first one's", fontsize=9
+    )
     figure.savefig(path, dpi=110)
 
 

@@ -79,9 +79,8 @@ class Section:
         step = Spread.of(first.seconds)
         near = f", {first.over_bound.median:.2f} x its bound" if first.over_bound else ""
         against = ", ".join(f"{self.ratio(one.name).median:.2f}x {one.name}" for one in others)
-        return f"{self.title}: {first.name} {step.median:.3f} s a step{near}" + (
-            f"; as fast as {against}" if against else ""
-        )
+        speed = f"; speed: {against}" if against else ""
+        return f"{self.title}: {first.name} {step.median:.3f} s a step{near}{speed}"
 
 
 @dataclass(frozen=True, kw_only=True)

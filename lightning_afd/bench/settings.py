@@ -10,6 +10,8 @@ from lightning_afd.bench.names import parse
 from lightning_afd.bench.rates import bits_of
 from lightning_afd.errors import PlanError
 
+SIZES = ("layers", "hidden", "heads", "experts", "top_k", "width", "vocabulary", "seq_len", "sequences")
+"""Fields of `workload` that count something."""
 BALANCED = "balanced"
 """A width of experts that is found by measuring."""
 
@@ -55,10 +57,9 @@ class Settings:
     def _check(self) -> None:
         for name in ("attention", "ffn", "micro_batches", "repetitions"):
             _whole(name, getattr(self, name))
-        for name, value in self.workload.items():
-            if name in ("layers", "hidden", "heads", "experts", "top_k", "vocabulary", "seq_len", "sequences", "width"):
-                if (name, value) != ("width", BALANCED):
-                    _whole(f"workload.{name}", value)
+        for name in SIZES:
+            if (name, self.workload[name]) != ("width", BALANCED):
+                _whole(f"workload.{name}", self.workload[name])
         if not self.contenders:
             raise PlanError("contenders=[]: name at least one, afd for example")
         for name in self.contenders:

@@ -85,6 +85,7 @@ class _Starter:
 def _own(rank: int, world: int) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    own["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names are no news
     return own | ({CORE: str(cores[rank])} if world <= len(cores) else {})
 
 
@@ -92,7 +93,9 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _supervise(ranks: Sequence[subprocess.Popen[bytes]], control: socket.socket, net: Network | None, logs: Path) -> int:
+def _supervise(
+    ranks: Sequence[subprocess.Popen[bytes]], control: socket.socket, net: Network | None, logs: Path
+) -> int:
     """Wait for all, and set link rates meanwhile."""
     while any(rank.poll() is None for rank in ranks):
         readable, _, _ = select.select([control], [], [], LOOK)

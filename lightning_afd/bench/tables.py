@@ -22,10 +22,10 @@ COLUMNS = (
     "engine",
 )
 EXPLANATION = (
-    "Medians, and quartiles in brackets. x first: paired ratios of the step to that of the first contender. x its bound: "
-    "step over max(computation alone, bytes / link rate), measured in the same repetition. MB: bytes of a step in the "
-    "busiest direction of a rank. waits: share of the step in which ranks wait for messages. engine: the engine's own "
-    "work over the step."
+    "Medians, and quartiles in brackets. x first: paired ratios of the step to that of the first contender. x its "
+    "bound: step over max(computation alone, bytes / link rate), measured in the same repetition. MB: bytes of a step "
+    "in the busiest direction of a rank. waits: share of the step in which ranks wait for messages. engine: the "
+    "engine's own work over the step."
 )
 
 
@@ -61,7 +61,7 @@ def _waits(one: Measured) -> float:
 
 
 def tables(result: Result) -> Iterable[Table | str]:
-    """What is printed: per section its contenders, stages of the first one, and what they agree on; a line per section."""
+    """What is printed: per section its contenders, stages of the first one and more; in the end a line each."""
     for section in result.sections:
         table = Table(title=heading(section), title_justify="left", title_style="bold", pad_edge=False)
         for column in COLUMNS:
@@ -111,7 +111,9 @@ def markdown(result: Result) -> str:
     """The tables of contenders, with command and machine."""
     machine, parts = result.machine, []
     what = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    parts.append(f"`{result.command}` on {machine['ranks']} ranks, {what}, torch {machine['torch']}, load {machine['load']}.")
+    parts.append(
+        f"`{result.command}` on {machine['ranks']} ranks, {what}, torch {machine['torch']}, load {machine['load']}."
+    )
     for section in result.sections:
         table = [f"**{heading(section)}**", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
         table += [f"| {' | '.join(row.cells)} |" for row in rows(section)]
