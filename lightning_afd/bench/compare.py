@@ -11,7 +11,7 @@ from lightning_afd.bench.job import Job, Step
 from lightning_afd.bench.machine import busy_seconds
 from lightning_afd.bench.overhead import BareShape, costs
 from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes
-from lightning_afd.bench.registry import Contender, available
+from lightning_afd.bench.registry import Contender
 from lightning_afd.bench.result import Measured, Section
 from lightning_afd.regime import regime_of
 from lightning_afd.timeline import Timeline
@@ -67,10 +67,9 @@ class Condition:
 class Comparison:
     """Contenders on the ranks of a job; the same ones measure one section after another. All methods are collective."""
 
-    def __init__(self, job: Job, names: Sequence[str]) -> None:
-        """Build them all; raises PlanError where none can run."""
+    def __init__(self, job: Job, contenders: Sequence[Contender]) -> None:
+        """Build them all."""
         self._job = job
-        contenders, self.skipped = available(names)
         self.entries = [Entry(contender, contender.make(job)) for contender in contenders]
         self._alone = self._twins()
         for _ in range(WARM_UP):
@@ -103,7 +102,6 @@ class Comparison:
             link_rates=rates,
             compute={role: [one[role] for one in computes] for role in computes[0]},
             foreign_cpu=foreign,
-            notes=list(self.skipped),
         )
 
     # -- one repetition -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from lightning_afd.bench.docs import write_docs
 from lightning_afd.bench.job import Arena, Job
 from lightning_afd.bench.machine import machine
 from lightning_afd.bench.picture import draw
+from lightning_afd.bench.registry import available
 from lightning_afd.bench.result import Result, Section
 from lightning_afd.bench.settings import BALANCED, Settings
 from lightning_afd.bench.start import CORE, ask_for_rate
@@ -87,14 +88,15 @@ def _sections(job: Job, settings: Settings) -> list[Section]:
     shape = ask_for_rate() if job.rank == 0 else None
     rates = settings.rates or [AS_IT_IS]
     _shape(job, shape, rates[len(rates) // 2])
-    comparison = Comparison(job, settings.contenders)
+    contenders, skipped = available(settings.contenders)
+    comparison = Comparison(job, contenders)
     steps = settings.repetitions * len(rates) * (len(comparison.entries) + 2)
     sections = []
     with _progress(job.rank, steps) as tick:
         effort = Effort(repetitions=settings.repetitions, most_foreign_cpu=settings.most_foreign_cpu, tick=tick)
         for rate in rates:
             _shape(job, shape, rate)
-            sections.append(comparison.section(rate, effort))
+            sections.append(replace(comparison.section(rate, effort), notes=skipped))
     return sections
 
 

@@ -71,7 +71,7 @@ def resolve(name: str, peers: Mapping[str, Peer] = PEERS) -> Contender:
 
 
 def available(names: Iterable[str], peers: Mapping[str, Peer] = PEERS) -> tuple[list[Contender], list[str]]:
-    """The contenders that can run here, each once, and one line for each that cannot."""
+    """The contenders that can run here, each once, and one line for each that cannot; raises PlanError without any."""
     found: list[Contender] = []
     skipped: list[str] = []
     for contender in (resolve(name, peers) for name in dict.fromkeys(names)):
@@ -79,4 +79,6 @@ def available(names: Iterable[str], peers: Mapping[str, Peer] = PEERS) -> tuple[
             skipped.append(f"{contender.name}: skipped, as {' and '.join(missing)} is not installed")
         else:
             found.append(contender)
+    if not found:
+        raise PlanError(f"no contender can run here: {'; '.join(skipped)}")
     return found, skipped

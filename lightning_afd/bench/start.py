@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_afd.bench.namespaces import Network, network
+from lightning_afd.bench.namespaces import Network, check_possible, network
 from lightning_afd.bench.rates import bits_of
+from lightning_afd.errors import PlanError
 
 CONTROL, CORE = "AFD_BENCH_CONTROL", "AFD_BENCH_CORE"
 """Variables of a rank: the file number by which it asks for link rates, and its core."""
-PATIENCE = 5.0
-"""Seconds that ranks get to end by themselves after the first one has failed."""
 LOOK = 0.1
 
 
@@ -36,6 +35,8 @@ class Start:
     """Folder for what ranks other than the first one print."""
     namespaces: bool = False
     """Whether each rank gets a network namespace of its own."""
+    patience: float = 5.0
+    """Seconds that ranks get to end by themselves after the first one has failed."""
 
 
 def start(what: Start) -> int:
@@ -44,7 +45,7 @@ def start(what: Start) -> int:
     Raises PlanError where namespaces are asked for and cannot be made.
     """
     with ExitStack() as stack:
-        net = stack.enter_context(network(what.world)) if what.namespaces else None
+        net = stack.enter_context(_network(what.world)) if what.namespaces else None
         ours, theirs = socket.socketpair()
         stack.enter_context(closing(ours))
         ranks: list[subprocess.Popen[bytes]] = []
@@ -53,7 +54,22 @@ def start(what: Start) -> int:
         with theirs:
             start_ranks = _Starter(what, net, theirs)
             ranks += (start_ranks.one(rank) for rank in range(what.world))
-        return _supervise(ranks, ours, net, what.logs)
+        failed = _supervise(ranks, ours, net)
+        if failed is None:
+            return 0
+        _wait_a_little(ranks, what.patience)
+        _tell(failed, what.logs)
+        return _code(ranks[failed].returncode)
+
+
+@contextmanager
+def _network(hosts: int) -> Iterator[Network]:
+    try:
+        check_possible()
+    except PlanError as error:
+        raise PlanError(f"{error}; rates=[] measures the network as it is") from None
+    with network(hosts) as net:
+        yield net
 
 
 class _Starter:
@@ -93,22 +109,17 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _supervise(
-    ranks: Sequence[subprocess.Popen[bytes]], control: socket.socket, net: Network | None, logs: Path
-) -> int:
-    """Wait for all, and set link rates meanwhile."""
-    while any(rank.poll() is None for rank in ranks):
-        readable, _, _ = select.select([control], [], [], LOOK)
+def _supervise(ranks: Sequence[subprocess.Popen[bytes]], control: socket.socket, net: Network | None) -> int | None:
+    """Wait for all, or the first one that fails, and set link rates meanwhile; returns its number."""
+    listening = [control]
+    while True:
+        running = any(rank.poll() is None for rank in ranks)
+        failed = next((number for number, rank in enumerate(ranks) if rank.poll()), None)
+        if failed is not None or not running:
+            return failed
+        readable, _, _ = select.select(listening, [], [], LOOK)
         if readable and not _answer(control, net):
-            time.sleep(LOOK)  # rank 0 has closed it, and ends
-        failed = [number for number, rank in enumerate(ranks) if rank.poll()]
-        if failed:
-            _tell(failed[0], logs)
-            return _wait_a_little(ranks, failed[0])
-    failed = [number for number, rank in enumerate(ranks) if rank.returncode]
-    if failed:
-        _tell(failed[0], logs)
-    return _code(ranks[failed[0]].returncode) if failed else 0
+            listening = []  # rank 0 has closed it
 
 
 def _answer(control: socket.socket, net: Network | None) -> bool:
@@ -120,11 +131,10 @@ def _answer(control: socket.socket, net: Network | None) -> bool:
     return bool(asked)
 
 
-def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]], first: int) -> int:
-    deadline = time.monotonic() + PATIENCE
+def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(LOOK)
-    return _code(ranks[first].returncode)
 
 
 def _tell(rank: int, logs: Path) -> None:
