@@ -44,18 +44,30 @@ class Peer:
 
     module: str
     """Imported only where the peer is asked for and its packages are there."""
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    function: str = "make"
     same_weights: bool = False
 
     def contender(self, name: str) -> Contender:
         return Contender(name=name, make=self._make, needs=self.needs, same_weights=self.same_weights)
 
     def _make(self, job: Job) -> Step:
-        step: Step = importlib.import_module(self.module).make(job)
+        step: Step = getattr(importlib.import_module(self.module), self.function)(job)
         return step
 
 
-PEERS: Mapping[str, Peer] = MappingProxyType({})
+_PEERS = "lightning_afd.bench.peers"
+PEERS: Mapping[str, Peer] = MappingProxyType(
+    {
+        "ddp": Peer(module=f"{_PEERS}.ddp", same_weights=True),
+        "pipeline-1f1b": Peer(module=f"{_PEERS}.pipelining", function="make_1f1b", same_weights=True),
+        "pipeline-dualpipe-v": Peer(module=f"{_PEERS}.pipelining", function="make_dualpipe_v", same_weights=True),
+        "transformers-ep": Peer(module=f"{_PEERS}.transformers_ep", needs=("accelerate",), same_weights=True),
+        "deepspeed-moe": Peer(module=f"{_PEERS}.deepspeed_moe", needs=("deepspeed",)),
+        "deepspeed-autoep": Peer(module=f"{_PEERS}.auto_ep", needs=("deepspeed",), same_weights=True),
+        "torchtitan-moe": Peer(module=f"{_PEERS}.torchtitan_moe", needs=("torchtitan", "triton")),
+    }
+)
 """Other systems by name."""
 
 

@@ -73,11 +73,11 @@ class Workload:
         numbers = torch.Generator().manual_seed(self.seed * 100_003 + step)
         return torch.randint(0, self.vocabulary, (self.sequences, self.seq_len), generator=numbers)
 
-    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """That of this rank's parameters."""
+    def make_optimizer(self, parameters: Any, *, fused: bool = True) -> torch.optim.Optimizer:
+        """That of this rank's parameters, or groups of them; some tensors, as DTensor, have no fused one."""
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(parameters, lr=self.lr, fused=True)
-        return torch.optim.SGD(parameters, lr=self.lr, fused=True)
+            return torch.optim.AdamW(parameters, lr=self.lr, fused=fused)
+        return torch.optim.SGD(parameters, lr=self.lr, fused=fused)
 
 
 def loss_of(model: nn.Module, ids_BS: Tensor) -> Tensor:
