@@ -24,7 +24,7 @@ def config_of(job: Job) -> dict[str, Any]:
 
 
 def initialise(job: Job, model: nn.Module, config: dict[str, Any]) -> Step:
-    """Collective: the engine around a model and the workload's optimizer, experts in a group of parameters of their own."""
+    """Collective: the engine around a model and the workload's optimizer, whose experts are a group of their own."""
     import deepspeed
     from deepspeed.moe.utils import configure_moe_param_groups
 
