@@ -8,7 +8,8 @@ PIP_FLAGS ?=
 ARGS ?=
 JOBS ?= 2
 PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py waits.py regime.py recording schedule cost \
-	backlog.py lanes.py simulate.py baselines allocate tune.py report))
+	backlog.py lanes.py simulate.py baselines allocate tune.py report \
+	$(addprefix bench/,names.py ratios.py rates.py result.py settings.py)))
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -18,7 +19,7 @@ bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test soak checks lint format build clean
+.PHONY: help venv train test soak bench checks lint format build clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1\t/' | expand -t 14
@@ -40,6 +41,9 @@ test: $(stamp)  ## run the whole test suite, warnings are errors: make test ARGS
 
 soak: $(stamp)  ## end and resume a job again and again, then compare it with a quiet one: make soak ARGS='--rounds 4'
 	$(bin)/python tests/soak.py $(ARGS)
+
+bench: $(stamp)  ## strategies side by side in a few minutes (root: shaped links): make bench ARGS='repetitions=3'
+	$(bin)/lightning-afd bench bench=short $(ARGS)
 
 checks: lint test  ## all that CI runs: format, lint, types, tests
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -76,3 +78,9 @@ class EventClock:
 def clock_of(device: torch.device) -> Clock:
     """The clock that sees what a device really does."""
     return EventClock(partial(torch.cuda.Event, enable_timing=True)) if device.type == "cuda" else HostClock()
+
+
+def host_name() -> str:
+    """Names the machine and its start, with which the clocks of its processes began."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

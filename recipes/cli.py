@@ -5,7 +5,7 @@ import sys
 
 from lightning_afd.recipes.launch import RECIPES
 
-TOOLS = {name: f"lightning_afd.recipes.{name}" for name in ("export", "plan", "report", "survey")}
+TOOLS = {name: f"lightning_afd.recipes.{name}" for name in ("bench", "export", "plan", "report", "survey")}
 """Commands that start no job: a name and its module, which has `main()`."""
 
 

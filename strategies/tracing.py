@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from array import array
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_afd.clock import HostClock, clock_of
+from lightning_afd.clock import HostClock, clock_of, host_name
 from lightning_afd.engine import Engine
 from lightning_afd.recording import Recording, Versions, save
 from lightning_afd.recording.gather import Part, join
@@ -47,7 +46,7 @@ class Tracer:
         self._every = every
         self._transport = transport
         self._clock = clock_of(engine.device)
-        self._package, self._host = version("lightning-afd"), _host()  # both read files
+        self._package, self._host = version("lightning-afd"), host_name()  # both read files
         self._step = 0
         self._counts_before: Tensor | None = None
         self._tokens: tuple[tuple[int, ...], ...] = ()
@@ -143,9 +142,3 @@ def _write(recording: Recording, folder: Path) -> None:
         save(recording, folder)
     except OSError as error:
         rank_zero_warn(f"step {recording.global_step} could not be recorded in {folder} ({error}); training goes on")
-
-
-def _host() -> str:
-    """Names the machine and its start, with which its clock began."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

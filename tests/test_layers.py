@@ -28,7 +28,10 @@ TORCH = (
     *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank"),
     *("owned", "engine", "rehearsal", "checkpoint", "measure", "calibrate"),
 )
-LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
+LIGHTNING = (
+    *("namespace", "callbacks", "corpus", "data", "strategies", "bench"),
+    *("conf", "recipes", "_registration", "__init__"),
+)
 LAYERS = PURE + TORCH + LIGHTNING
 
 HEAVY_FOR_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "rich"}

@@ -1,0 +1,260 @@
+"""The interleaved run: A B C A B C ..., all contenders in the same processes, each repetition with its own bound."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_afd.bench.engine_step import EngineStep, RankRecord
+from lightning_afd.bench.job import Job, Step
+from lightning_afd.bench.machine import busy_seconds
+from lightning_afd.bench.overhead import BareShape, costs
+from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes
+from lightning_afd.bench.registry import Contender
+from lightning_afd.bench.result import Measured, Section
+from lightning_afd.regime import regime_of
+from lightning_afd.timeline import Timeline
+from lightning_afd.waits import CAUSES, Quantiles, Wait, usage_of, waits_of
+
+BARE_STEPS = 15
+WARM_UP = 2
+"""Rounds before the first repetition: in the first one both ends of a channel learn how large messages are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    repetitions: int = 7
+    most_foreign_cpu: float | None = None
+    """A repetition in which other processes took more CPU seconds is made again; None: never."""
+    tick: Callable[[str], None] = lambda what: None
+    """Called on rank 0 before each step."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A contender that takes part."""
+
+    contender: Contender
+    step: Step
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+    details: Details | None = None
+
+    @property
+    def engine(self) -> EngineStep | None:
+        """The step, if it is one of our own."""
+        return self.step if isinstance(self.step, EngineStep) else None
+
+    def forget(self) -> None:
+        """Begin a section."""
+        self.seconds, self.bounds, self.details = [], [], None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What a repetition began with."""
+
+    rate: float
+    """Bytes per second."""
+    compute: Mapping[str, float]
+    """Seconds without communication by role and number of micro-batches."""
+
+
+class Comparison:
+    """Contenders on the ranks of a job; the same ones measure one section after another. All methods are collective."""
+
+    def __init__(self, job: Job, contenders: Sequence[Contender]) -> None:
+        """Build them all."""
+        self._job = job
+        self.entries = [Entry(contender, contender.make(job)) for contender in contenders]
+        self._alone = self._twins()
+        for _ in range(WARM_UP):
+            for entry in self.entries:
+                self._run(entry)
+
+    def section(self, title: str, effort: Effort) -> Section:
+        """Measure under the present condition of the network."""
+        rates: list[float] = []
+        computes: list[Mapping[str, float]] = []
+        foreign: list[float] = []
+        for entry in self.entries:
+            entry.forget()
+        again = effort.repetitions if effort.most_foreign_cpu is not None else 0
+        while len(rates) < effort.repetitions:
+            before = self._cpu()
+            condition = self._repetition(effort)
+            spent = self._job.gather(self._cpu() - before)[0]  # as rank 0 sees its machine
+            if again and spent > (effort.most_foreign_cpu or 0.0):
+                again -= 1
+                for entry in self.entries:
+                    del entry.seconds[-1:], entry.bounds[-1:]
+                continue
+            rates.append(condition.rate)
+            computes.append(condition.compute)
+            foreign.append(spent)
+        return Section(
+            title=title,
+            measured=[self._measured(entry) for entry in self.entries],
+            link_rates=rates,
+            compute={role: [one[role] for one in computes] for role in computes[0]},
+            foreign_cpu=foreign,
+        )
+
+    # -- one repetition -------------------------------------------------------------------------------------------
+
+    def _repetition(self, effort: Effort) -> Condition:
+        tick = effort.tick if self._job.rank == 0 else lambda what: None
+        tick("link rate")
+        rate = max(self._job.gather(self._job.link_rate()))
+        tick("computation alone")
+        condition = Condition(rate=rate, compute=self._compute_alone())
+        for entry in self.entries:
+            tick(entry.contender.name)
+            entry.seconds.append(self._run(entry))
+            if entry.engine is not None:
+                self._add_details(entry, entry.engine, condition)
+        return condition
+
+    def _run(self, entry: Entry) -> float:
+        seconds, losses = self._job.slowest(entry.step)
+        entry.losses.append(sum(losses))
+        return seconds
+
+    def _add_details(self, entry: Entry, step: EngineStep, condition: Condition) -> None:
+        records: list[RankRecord] = self._job.gather(step.record())
+        joined = step.join(records)
+        if entry.details is None:
+            entry.details = Details(step)
+        details = entry.details
+        details.add(joined.timeline, busiest_bytes([record.sent for record in records]))
+        bound = self._bound(step, records, condition)
+        details.bound_by = bound.by
+        entry.bounds.append(bound.seconds)
+
+    def _bound(self, step: EngineStep, records: Sequence[RankRecord], condition: Condition) -> Bound:
+        """Computation alone, with the optimizer's step as it was measured in this one, and the wire."""
+        compute: dict[str, float] = {}
+        for rank, record in enumerate(records):
+            role = _role(step, rank)
+            compute[role] = max(compute.get(role, 0.0), condition.compute[role] + record.optimizer)
+        return Bound(compute=compute, wire=busiest_bytes([record.sent for record in records]) / condition.rate)
+
+    # -- computation without communication ------------------------------------------------------------------------
+
+    def _twins(self) -> list[EngineStep]:
+        """One more of our own per layout and number of micro-batches: its weights stay, and it only computes."""
+        specs = {
+            (engine.layout, engine.spec.micro_batches): replace(engine.spec, dedup=True)
+            for engine in (entry.engine for entry in self.entries)
+            if engine is not None
+        }
+        twins = [EngineStep(self._job, spec) for spec in specs.values()]
+        for twin in twins:
+            twin.keep_messages()
+        return twins
+
+    def _compute_alone(self) -> dict[str, float]:
+        """Seconds of the busiest rank by role; all ranks compute at once, as in a step."""
+        found: dict[str, float] = {}
+        for twin in self._alone:
+            _, parts = self._job.slowest(twin.compute_alone)
+            for rank, part in enumerate(parts):
+                role = _role(twin, rank)
+                found[role] = max(found.get(role, 0.0), sum(part.values()))
+        return found
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    def _measured(self, entry: Entry) -> Measured:
+        common = {
+            "name": entry.contender.name,
+            "seconds": list(entry.seconds),
+            "losses": list(entry.losses),
+            "same_weights": entry.contender.same_weights,
+        }
+        engine, details = entry.engine, entry.details
+        if engine is None or details is None:
+            return Measured(plan="", **common)  # type: ignore[arg-type]
+        bare = self._job.gather(_overhead(engine) if self._job.rank == 0 else None)[0]
+        step = Spread.of(entry.seconds).median
+        return Measured(
+            plan=_plan_of(engine),
+            bounds=list(entry.bounds),
+            bound_by=details.bound_by,
+            step_bytes=details.step_bytes,
+            usage=details.usage,
+            stages=details.stages(),
+            overhead={role: seconds / step for role, seconds in bare.items()},
+            advice=details.advice,
+            **common,  # type: ignore[arg-type]
+        )
+
+    def _cpu(self) -> float:
+        """Collective: CPU seconds of this machine so far without those of the ranks; right where all are on one."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        own = self._job.gather(usage.ru_utime + usage.ru_stime)
+        return busy_seconds() - sum(own)
+
+
+class Details:
+    """What the timelines of a contender's steps say together."""
+
+    def __init__(self, step: EngineStep) -> None:
+        self._shape = step.shape
+        self._spans: dict[str, list[float]] = {}
+        self.bound_by = ""
+        self.step_bytes = 0
+        self.usage: dict[str, dict[str, float]] = {}
+        self.advice = ""
+
+    def add(self, timeline: Timeline, step_bytes: int) -> None:
+        """One more step; shares and advice are those of the last one."""
+        waits = waits_of(timeline, self._shape)
+        usage = usage_of(timeline, waits)
+        for span in timeline.spans:
+            if timeline.lane(span) != "receive":
+                self._spans.setdefault(span.action.op + span.action.phase, []).append(span.seconds)
+        self._add_waits(waits)
+        self.usage = {timeline.layout.name_of(rank): one.shares() for rank, one in usage.items()}
+        self.advice = regime_of(timeline, usage).advice
+        self.step_bytes = max(self.step_bytes, step_bytes)
+
+    def _add_waits(self, waits: Sequence[Wait]) -> None:
+        for wait in waits:
+            for cause in CAUSES:
+                if cause in wait.seconds:
+                    self._spans.setdefault(cause, []).append(wait.seconds[cause])
+
+    def stages(self) -> dict[str, dict[str, float]]:
+        """P50, P95 and P99 of each kind of action and wait, over all layers, micro-batches, ranks and repetitions."""
+        found = {kind: Quantiles.of(seconds) for kind, seconds in self._spans.items()}
+        return {
+            kind: {"count": one.count, "p50": one.p50, "p95": one.p95, "p99": one.p99} for kind, one in found.items()
+        }
+
+
+def _overhead(step: EngineStep) -> dict[str, float]:
+    """Seconds per step of the engine's own work, by role."""
+    bare = BareShape(
+        layout=step.layout,
+        order=step.spec.order,
+        layers=step.plan.layers,
+        micro_batches=step.shape.micro_batches,
+        dedup=step.spec.dedup,
+    )
+    return {role: cost.step for role, cost in costs(bare, BARE_STEPS).items()}
+
+
+def _role(step: EngineStep, rank: int) -> str:
+    """`A R=4`: whose computation alone bounds this rank's."""
+    role = "AF" if step.layout.collocated else step.layout.worker_of(rank).role
+    return f"{role} R={step.spec.micro_batches}"
+
+
+def _plan_of(step: EngineStep) -> str:
+    dedup = "" if step.spec.dedup else ", no dedup"
+    return f"{step.layout.describe()}, {step.spec.order}, R={step.shape.micro_batches}{dedup}"

@@ -1,0 +1,108 @@
+"""What a run has measured, as values that are written to and read from JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_afd.bench.ratios import Spread, disagreement, paired
+
+SAME_LOSS = 1e-4
+"""By how much losses of equal steps may differ, relative: sums in float32 have other orders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One contender in one section; lists are by repetition."""
+
+    name: str
+    plan: str
+    """What it does: layout, order, micro-batches; empty for other systems."""
+    seconds: list[float]
+    """Of a step, on the slowest rank."""
+    losses: list[float]
+    """Of the global batch, steps before the first repetition included."""
+    same_weights: bool = True
+    step_bytes: int = 0
+    """Of the busiest direction of a rank; 0: not counted."""
+    bounds: list[float] = field(default_factory=list)
+    """Seconds of `bound`, from the same repetition."""
+    bound_by: str = ""
+    usage: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Per rank, shares of the step: compute, send, waits, bubble."""
+    stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Per kind of action ("Af") and of wait ("wait_for_net"): count, p50, p95, p99 in seconds."""
+    overhead: Mapping[str, float] = field(default_factory=dict)
+    """Per role, the engine's own work over the step: neither computation nor waiting nor kernels."""
+    advice: str = ""
+    """What bounds its last step."""
+
+    @property
+    def over_bound(self) -> Spread | None:
+        """Step over bound."""
+        return paired(self.seconds, self.bounds) if self.bounds else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """All contenders side by side under one condition."""
+
+    title: str
+    """The condition, such as "500mbit"."""
+    measured: list[Measured]
+    link_rates: list[float]
+    """Bytes per second of plain messages, by repetition."""
+    compute: Mapping[str, list[float]]
+    """Seconds of computation alone, the busiest rank of a role, by repetition: "A R=4", "F R=4", "AF R=1"."""
+    foreign_cpu: list[float] = field(default_factory=list)
+    """CPU seconds that other processes of the machine took during each repetition."""
+    notes: list[str] = field(default_factory=list)
+    """Contenders that were skipped, and why."""
+
+    def ratio(self, name: str) -> Spread:
+        """How many times as long as the first contender's a step of this one takes, in pairs of one repetition."""
+        by_name = {one.name: one for one in self.measured}
+        return paired(by_name[name].seconds, self.measured[0].seconds)
+
+    @property
+    def disagreement(self) -> float:
+        """The largest relative difference of the losses of contenders with the same weights."""
+        return disagreement({one.name: one.losses for one in self.measured if one.same_weights})
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        first, *others = self.measured
+        step = Spread.of(first.seconds)
+        near = f", {first.over_bound.median:.2f} x its bound" if first.over_bound else ""
+        against = ", ".join(f"{self.ratio(one.name).median:.2f}x {one.name}" for one in others)
+        speed = f"; speed: {against}" if against else ""
+        return f"{self.title}: {first.name} {step.median:.3f} s a step{near}{speed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A whole run."""
+
+    command: str
+    machine: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    sections: list[Section]
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Read what `save` wrote."""
+        fields = json.loads(path.read_text())
+        sections = [
+            Section(**{**section, "measured": [Measured(**one) for one in section["measured"]]})
+            for section in fields.pop("sections")
+        ]
+        return cls(sections=sections, **fields)

@@ -1,0 +1,185 @@
+"""Strategies side by side on real ranks: the same losses, honest parts of a step, and what is shown of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+
+from lightning_afd.bench.balance import next_width
+from lightning_afd.bench.compare import Comparison, Effort
+from lightning_afd.bench.docs import write_docs
+from lightning_afd.bench.engine_step import EngineStep
+from lightning_afd.bench.job import Arena, Job, Step
+from lightning_afd.bench.names import parse
+from lightning_afd.bench.rank import run, show
+from lightning_afd.bench.registry import Contender, Peer, available, resolve
+from lightning_afd.bench.result import SAME_LOSS, Result, Section
+from lightning_afd.bench.settings import Settings
+from lightning_afd.bench.workload import Workload
+from lightning_afd.errors import PlanError
+
+TINY: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 16,
+    "heads": 2,
+    "experts": 4,
+    "top_k": 2,
+    "width": 8,
+    "vocabulary": 32,
+    "seq_len": 8,
+    "sequences": 6,
+    "lr": 0.5,
+}
+ALL = ["afd/af-pipe:2", "afd:1", "ep", "ep+nodedup", "experts-only:2", "flowmoe:2", "flowmoe:3+nodedup"]
+
+
+def settings(folder: Path, **changes: Any) -> Settings:
+    values: dict[str, Any] = {
+        "attention": 1,
+        "ffn": 1,
+        "micro_batches": 2,
+        "contenders": ALL,
+        "rates": [],
+        "repetitions": 2,
+        "workload": TINY,
+        "output_dir": str(folder),
+        "device": "cpu",
+    }
+    return Settings.read({**values, **changes})
+
+
+def test_a_whole_run(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = settings(tmp_path)
+    result, nothing = pool.run(run, 2, asked)
+    assert nothing is None
+    (section,) = result.sections
+    assert section.disagreement < SAME_LOSS
+    by_name = {one.name: one for one in section.measured}
+    assert all(len(set(one.losses)) == 4 for one in section.measured), "two rounds of warm-up, and two repetitions"
+    assert by_name["ep+nodedup"].step_bytes > by_name["ep"].step_bytes > by_name["afd/af-pipe:2"].step_bytes > 0
+    assert set(section.compute) == {f"{r} R={n}" for r, n in (("A", 2), ("F", 2), ("A", 1), ("F", 1))} | {
+        f"AF R={n}" for n in (1, 2, 3)
+    }
+    for one in section.measured:
+        assert len(one.seconds) == len(one.bounds) == 2
+        assert all(sum(usage[part] for part in PARTS) == pytest.approx(1) for usage in one.usage.values())
+        assert min(one.overhead.values()) > 0
+        assert {"Af", "Ab", "Ef", "Eb", "Ew", "Df", "wait_for_net"} <= set(one.stages)
+    show(result, asked)
+    shown = capsys.readouterr().out
+    assert "losses of 7 contenders agree" in shown
+    assert Result.load(tmp_path / "bench.json") == result
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    document = tmp_path / "benchmarks.md"
+    document.write_text("before\n<!-- numbers: strategies -->\nold\n<!-- end of numbers -->\nbehind\n")
+    write_docs(result, document)
+    assert "old" not in document.read_text() and "| afd:1 (1A + 1F" in document.read_text()
+    with pytest.raises(PlanError, match="has no lines `<!-- numbers: faults -->`"):
+        write_docs(result, document, "faults")
+
+
+PARTS = ("compute", "send", "reduce", "wait_for_A", "wait_for_net", "wait_for_F", "bubble")
+
+
+def other_data(job: Job) -> Step:
+    """A contender that trains on the tokens of other steps."""
+    job.use(replace(job.workload, seed=2))
+    spec = parse("ep")
+    assert spec is not None
+    step = EngineStep(job, spec.counted(1))
+    job.use(replace(job.workload, seed=1))
+    step.job = Shifted(job)  # type: ignore[assignment]
+    return step
+
+
+class Shifted:
+    """A job whose steps come one too early."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def rows(self, step: int, index: int, replicas: int) -> torch.Tensor:
+        return self._job.rows(step + 1, index, replicas)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+
+def compare_with(make: Any) -> tuple[Section, float]:
+    """A section with one contender that may be wrong, and how much computing alone changed a live loss."""
+    torch.set_num_threads(1)
+    job = Job.open(Arena(workload=Workload(**TINY), attention=2, ffn=1, micro_batches=2, device="cpu"))
+    comparison = Comparison(job, [resolve("afd"), resolve("ep"), Contender(name="other", make=make)])
+    section = comparison.section("tiny", Effort(repetitions=1))
+    twin = comparison._alone[0]
+    before = [parameter.detach().clone() for parameter in twin._owned]
+    twin.compute_alone()
+    moved = max(float((a - b).abs().max()) for a, b in zip(before, twin._owned, strict=True))
+    job.close()
+    return section, moved
+
+
+def test_a_contender_with_other_data_is_found(pool: RankPool) -> None:
+    section, moved = pool.run(compare_with, 3, other_data)[0]
+    assert moved == 0.0, "computation alone must leave the weights as they are"
+    assert section.disagreement > 10 * SAME_LOSS
+    section.measured.pop()
+    assert section.disagreement < SAME_LOSS
+    assert [one.plan.split(",")[0] for one in section.measured] == ["2A + 1F", "3 collocated"]
+
+
+def test_contenders_that_are_not_installed_are_skipped_with_a_line() -> None:
+    peers = {
+        "other": Peer(module="nowhere", needs=("no_such_package", "json")),
+        "here": Peer(module="json", needs=("json",), same_weights=True),
+    }
+    found, skipped = available(["afd", "other", "ep", "here", "ep"], peers)
+    assert [contender.name for contender in found] == ["afd", "ep", "here"]
+    assert skipped == ["other: skipped, as no_such_package is not installed"]
+    with pytest.raises(PlanError, match="no contender can run here: other: skipped"):
+        available(["other"], peers)
+    with pytest.raises(PlanError, match="contender othr is not known; choices: afd, ep, experts-only, flowmoe, other"):
+        resolve("othr", peers)
+
+
+def test_widths_are_searched_on_a_line() -> None:
+    def ratio(width: int) -> float:
+        return 0.2 + width / 200
+
+    tried = {100: ratio(100)}
+    for _ in range(3):
+        width = next_width(tried)
+        tried[width] = ratio(width)
+    assert abs(min(tried.values(), key=lambda value: abs(value - 1)) - 1) < 0.01
+    assert next_width({100: 0.5, 110: 0.4}) == 200, "where noise turns the line around, it is taken through the origin"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ("bench=local_net",),
+            "network namespaces need root: run this command as root, for example with sudo; rates=[] ",
+        ),
+        (("bench=everything",), "bench=everything is not a choice; bench can be local_net, "),
+        (("contenders=[afd/upwards]",), "contender afd/upwards: order upwards is not a choice"),
+        (("workload.depth=3",), "workload.depth is not a setting; workload has "),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence(given: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    program = (
+        "import os, sys, lightning_afd.recipes.cli as cli; os.geteuid = lambda: 1000;"
+        "sys.argv.insert(1, 'bench'); cli.main()"
+    )
+    command = [sys.executable, "-c", program, *given, "hydra.run.dir=."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"lightning-afd: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1
