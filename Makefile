@@ -9,7 +9,7 @@ ARGS ?=
 JOBS ?= 2
 PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py waits.py regime.py recording schedule cost \
 	backlog.py simulate.py baselines allocate tune.py report \
-	$(addprefix bench/,names.py ratios.py rates.py result.py settings.py)))
+	$(addprefix bench/,conditions.py names.py ratios.py result.py settings.py)))
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

@@ -18,8 +18,9 @@ from lightning_afd.bench.docs import write_docs
 from lightning_afd.bench.engine_step import EngineStep
 from lightning_afd.bench.job import Arena, Job, Step
 from lightning_afd.bench.names import parse
-from lightning_afd.bench.rank import run, show
+from lightning_afd.bench.rank import run
 from lightning_afd.bench.registry import Contender, Peer, available, resolve
+from lightning_afd.bench.report import show
 from lightning_afd.bench.result import SAME_LOSS, Result, Section
 from lightning_afd.bench.settings import Settings
 from lightning_afd.bench.workload import Workload
@@ -37,7 +38,7 @@ TINY: dict[str, Any] = {
     "sequences": 6,
     "lr": 0.5,
 }
-ALL = ["afd/af-pipe:2", "afd:1", "ep", "ep+nodedup", "experts-only:2", "flowmoe:2", "flowmoe:3+nodedup"]
+ALL = ["afd/af-pipe:2", "afd:1", "ep", "ep+nodedup", "flowmoe:3"]
 
 
 def settings(folder: Path, **changes: Any) -> Settings:
@@ -74,13 +75,13 @@ def test_a_whole_run(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert {"Af", "Ab", "Ef", "Eb", "Ew", "Df", "wait_for_net"} <= set(one.stages)
     show(result, asked)
     shown = capsys.readouterr().out
-    assert "losses of 7 contenders agree" in shown
+    assert "losses of 5 contenders agree" in shown
     assert Result.load(tmp_path / "bench.json") == result
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     document = tmp_path / "benchmarks.md"
     document.write_text("before\n<!-- numbers: strategies -->\nold\n<!-- end of numbers -->\nbehind\n")
     write_docs(result, document)
-    assert "old" not in document.read_text() and "| afd:1 (1A + 1F" in document.read_text()
+    assert "old" not in document.read_text() and "| afd:1 | 1A + 1F, sequential, R=1 |" in document.read_text()
     with pytest.raises(PlanError, match="has no lines `<!-- numbers: faults -->`"):
         write_docs(result, document, "faults")
 
@@ -168,7 +169,7 @@ def test_widths_are_searched_on_a_line() -> None:
             ("bench=local_net",),
             "network namespaces need root: run this command as root, for example with sudo; rates=[] ",
         ),
-        (("bench=everything",), "bench=everything is not a choice; bench can be local_net, "),
+        (("bench=everything",), "bench=everything is not a choice; bench can be bundle, "),
         (("contenders=[afd/upwards]",), "contender afd/upwards: order upwards is not a choice"),
         (("workload.depth=3",), "workload.depth is not a setting; workload has "),
     ],
