@@ -11,6 +11,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_afd.bench.docs import check_docs
+from lightning_afd.bench.report import show
+from lightning_afd.bench.result import Result
 from lightning_afd.bench.settings import Settings
 from lightning_afd.bench.start import RESULT_FILE, Start, start
 from lightning_afd.errors import AFDError, PlanError
@@ -31,6 +34,8 @@ def _job(config: DictConfig) -> None:
         check_given(config)
         values: Any = OmegaConf.to_container(config, resolve=True)
         settings = Settings.read({**values, "command": " ".join(["lightning-afd bench", *sys.argv[1:]])})
+        if settings.docs is not None and not config.parts:
+            check_docs(Path(settings.docs), settings.docs_name)
         code = _one_by_one(settings.output_dir, config.parts) if config.parts else _run(settings)
     except AFDError as error:
         fail(str(error), 1)
@@ -61,9 +66,6 @@ def _run(settings: Settings) -> int:
         if code := _start(replace(run, output_dir=str(own)), own):
             return code
         found.append(own / RESULT_FILE)
-    from lightning_afd.bench.report import show
-    from lightning_afd.bench.result import Result
-
     first, *others = (Result.load(file) for file in found)
     for other in others:
         first = first.joined(other)
@@ -85,7 +87,6 @@ def _as_rank(settings: Settings, runs: list[Settings]) -> int:
     if len(runs) > 1 or settings.rates:
         raise PlanError("sweeps over attention and ffn, and rates, need a run that starts its ranks itself")
     from lightning_afd.bench.rank import run
-    from lightning_afd.bench.report import show
 
     result = run(runs[0])
     if result is not None:

@@ -12,7 +12,7 @@ from lightning_afd.bench.result import SAME_LOSS, Measured, Probe, Result, Secti
 
 IN_FULL = 4
 """Sections that are shown in full; more of them become the rows of one table."""
-TEXTS = ("contender", "plan", "bound by", "stage", "section", "link", "kind")
+TEXTS = ("contender", "plan", "bound by", "stage", "section", "link", "kind", "rank")
 EXPLANATION = (
     "Medians, and quartiles in brackets. x first: paired ratios of the step to that of the first contender. x its "
     "bound: step over max(computation alone, bytes / link rate), measured in the same repetition. MB: bytes of a step "
@@ -56,8 +56,7 @@ def parts(result: Result) -> Iterator[Grid | str]:
             yield contenders(section)
             yield from lines(section)
             yield stages(f"{section.measured[0].name}: ms per action or wait", section.measured[0].stages)
-    for role, kinds in result.sections[0].operators.items():
-        yield stages(f"{role}: ms per action without communication (D, C: packing and unpacking)", kinds)
+    yield operators(result.sections)
     yield EXPLANATION
     for section in result.sections:
         yield section.summary
@@ -161,6 +160,22 @@ def stages(title: str, kinds: Mapping[str, Mapping[str, float]]) -> Grid:
         for kind, figures in sorted(kinds.items())
     )
     return Grid(title=title, columns=("stage", "count", "P50", "P95", "P99"), rows=rows)
+
+
+def operators(sections: Sequence[Section]) -> Grid:
+    """Kinds of actions without communication, P50 / P99, per section and role."""
+    kinds = sorted({kind for section in sections for one in section.operators.values() for kind in one})
+    rows = tuple(
+        (section.title, role, *(_p50_p99(found[kind]) if kind in found else "-" for kind in kinds))
+        for section in sections
+        for role, found in section.operators.items()
+    )
+    title = "Single operators: ms without communication, P50 / P99 (A, E: attention, experts; D, C: packing, unpacking)"
+    return Grid(title=title, columns=("section", "rank", *kinds), rows=rows)
+
+
+def _p50_p99(figures: Mapping[str, float]) -> str:
+    return f"{figures['p50'] * 1e3:.2f} / {figures['p99'] * 1e3:.2f}"
 
 
 def links(found: Sequence[Probe]) -> Grid:
