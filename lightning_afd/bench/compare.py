@@ -75,7 +75,7 @@ class Comparison:
         self._job = job
         self.entries = [Entry(contender, contender.make(job)) for contender in contenders]
         self._alone = self._twins()
-        self._operators: defaultdict[str, Stages] = defaultdict(Stages)
+        self._operators: dict[str, Stages] = {}
         for _ in range(WARM_UP):
             for entry in self.entries:
                 self._run(entry)
@@ -85,7 +85,7 @@ class Comparison:
         rates: list[float] = []
         computes: list[Mapping[str, float]] = []
         foreign: list[float] = []
-        self._operators = defaultdict(Stages)
+        self._operators = {}
         for entry in self.entries:
             entry.forget()
         again = effort.repetitions if effort.most_foreign_cpu is not None else 0
@@ -173,7 +173,7 @@ class Comparison:
             for rank, spans in enumerate(parts):
                 role = _role(twin, rank)
                 found[role] = max(found.get(role, 0.0), computing(spans))
-                self._operators[role].add(spans)
+                self._operators.setdefault(role, Stages(twin.plan.layers)).add(spans)
         return found
 
     # -- results --------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Details:
 
     def __init__(self, step: EngineStep) -> None:
         self._shape = step.shape
-        self._stages = Stages()
+        self._stages = Stages(step.plan.layers)
         self.bound_by = ""
         self.step_bytes = 0
         self.usage: dict[str, dict[str, float]] = {}
@@ -237,15 +237,18 @@ class Details:
 
 
 class Stages:
-    """Durations of each kind of action ("Af") and wait, over all layers, micro-batches, ranks and repetitions."""
+    """Durations of each kind of action ("Af"; "Tf" is the tail) and wait, over all that else tells them apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, spans: Iterable[Span]) -> None:
         """Some actions."""
         for span in spans:
-            self._seconds[span.action.op + span.action.phase].append(span.seconds)
+            action = span.action
+            op = "T" if action.op == "A" and action.layer == self._layers else action.op
+            self._seconds[op + action.phase].append(span.seconds)
 
     def add_waits(self, waits: Iterable[Wait]) -> None:
         """Some receives, by what was waited for."""

@@ -1,13 +1,14 @@
-"""A picture of a result: how long contenders take beside their bounds, or where the first one wins and loses."""
+"""A picture of a result: how long contenders take beside their bounds, where the first one wins and loses, or links."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_afd.bench.ratios import Spread
-from lightning_afd.bench.result import Result, Section
+from lightning_afd.bench.result import Probe, Result, Section
 from lightning_afd.bench.tables import IN_FULL
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ STRONG = 1.0
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write it: panels of bars for a few sections, a map of ratios for more of them."""
+    """Write it: panels of bars for a few sections, a map of ratios for more of them, links where nothing else is."""
+    if not result.sections:
+        _draw_links(result.probes, path)
+        return
     if len(result.sections) > IN_FULL and len(result.sections[0].measured) > 1:
         _draw_map(result, path)
     else:
@@ -54,6 +58,25 @@ def _panel(axes: Axes, section: Section) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_title(section.title, loc="left", fontsize=10)
+
+
+def _draw_links(probes: Sequence[Probe], path: Path) -> None:
+    """Time of a message, and bits per second of many, against the size of a message."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    times, rates = figure.subplots(1, 2)
+    for rate, kind in dict.fromkeys((probe.rate, probe.kind) for probe in probes):
+        own = [probe for probe in probes if (probe.rate, probe.kind) == (rate, kind)]
+        sizes = [probe.nbytes / 1024 for probe in own]
+        label, style = f"{rate}, {kind}", {"one way": "-", "both ways": "--", "incast": ":"}[kind]
+        times.loglog(sizes, [probe.seconds["p50"] * 1e3 for probe in own], style, label=label)
+        rates.loglog(sizes, [probe.bandwidth * 8 / 1e9 for probe in own], style, label=label)
+    for axes, title in ((times, "ms of one message (P50)"), (rates, "Gbit/s of many, as they come in")):
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("KiB of a message")
+    times.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
 
 
 def _draw_map(result: Result, path: Path) -> None:

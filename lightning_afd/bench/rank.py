@@ -28,7 +28,7 @@ from lightning_afd.bench.start import CORE, RESULT_FILE, ask_for_rate
 from lightning_afd.bench.workload import Workload
 from lightning_afd.errors import AFDError
 
-AS_IT_IS = "the network as it is"
+AS_IT_IS = "network as it is"
 PR_SET_PDEATHSIG = 1
 
 
@@ -60,8 +60,8 @@ def run(settings: Settings) -> Result | None:
     torch.set_num_threads(1)
     job = Job.open(_arena(settings))
     network = _Network(job, settings.rates)
-    contenders, skipped = available(settings.contenders)
-    cells = settings.cells()
+    contenders, skipped = available(settings.contenders) if settings.contenders else ([], [])
+    cells = settings.cells() if contenders else []
     probed = network.probe() if settings.probes else []
     sections: list[Section] = []
     with _progress(job.rank, settings.repetitions * len(cells) * len(network.rates) * (len(contenders) + 2)) as tick:

@@ -47,7 +47,7 @@ class Settings:
     most_foreign_cpu: float | None = None
     docs: str | None = None
     """Markdown file that gets the tables."""
-    docs_name: str = "strategies"
+    docs_name: str = "standard"
     """Where in that file."""
 
     @classmethod
@@ -105,8 +105,8 @@ class Settings:
         for name in SIZES:
             if (name, self.workload[name]) != ("width", BALANCED):
                 _whole(f"{WORKLOAD}{name}", self.workload[name])
-        if not self.contenders:
-            raise PlanError("contenders=[]: name at least one, afd for example")
+        if not self.contenders and not self.probes:
+            raise PlanError("contenders=[]: name at least one, afd for example, or measure single links (probes=true)")
         for name in self.contenders:
             parse(name)
         self._check_rates()

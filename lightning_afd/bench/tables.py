@@ -48,6 +48,8 @@ def parts(result: Result) -> Iterator[Grid | str]:
     """Everything that is shown, in order."""
     if result.probes:
         yield links(result.probes)
+    if not result.sections:
+        return
     if len(result.sections) > IN_FULL:
         yield overview(result.sections)
         yield memories(result.sections)
@@ -125,7 +127,7 @@ def memories(sections: Sequence[Section]) -> Grid:
 
 def _memory(one: Measured) -> str:
     """By rank."""
-    return " / ".join(f"{nbytes / 1e6:.0f}" for nbytes in one.memory.values()) or "-"
+    return " / ".join(f"{nbytes / 1e6:.1f}" for nbytes in one.memory.values()) or "-"
 
 
 def _waits(one: Measured) -> float:
@@ -170,7 +172,7 @@ def operators(sections: Sequence[Section]) -> Grid:
         for section in sections
         for role, found in section.operators.items()
     )
-    title = "Single operators: ms without communication, P50 / P99 (A, E: attention, experts; D, C: packing, unpacking)"
+    title = "Single operators without communication, ms, P50 / P99 (A attention, E experts, T tail, D and C packing)"
     return Grid(title=title, columns=("section", "rank", *kinds), rows=rows)
 
 

@@ -137,7 +137,7 @@ GOOD: dict[str, Any] = {
     ("change", "message"),
     [
         ({"ffn": 0}, "ffn=0 is not a whole number of at least 1"),
-        ({"contenders": []}, "contenders=.*name at least one"),
+        ({"contenders": []}, "contenders=.*name at least one, "),
         ({"rates": ["quick"]}, "rate quick"),
         ({"workload": {**SIZES, "sequences": 1}}, "workload.sequences=1 for 2 ranks"),
         ({"workload": {**SIZES, "hidden": "wide"}}, "workload.hidden=wide is not"),
