@@ -9,7 +9,7 @@ ARGS ?=
 JOBS ?= 2
 PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py waits.py regime.py recording schedule cost \
 	backlog.py lanes.py simulate.py baselines allocate tune.py report \
-	$(addprefix bench/,names.py ratios.py rates.py result.py settings.py)))
+	$(addprefix bench/,conditions.py names.py ratios.py result.py settings.py)))
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -19,7 +19,7 @@ bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test soak bench checks lint format build clean
+.PHONY: help venv train test soak bench numbers checks lint format build clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1\t/' | expand -t 14
@@ -44,6 +44,9 @@ soak: $(stamp)  ## end and resume a job again and again, then compare it with a 
 
 bench: $(stamp)  ## strategies side by side in a few minutes (root: shaped links): make bench ARGS='repetitions=3'
 	$(bin)/lightning-afd bench bench=short $(ARGS)
+
+numbers: $(stamp)  ## the whole benchmark (an hour or two, root), written into docs/benchmarks.md
+	$(bin)/lightning-afd bench bench=full docs=docs/benchmarks.md $(ARGS)
 
 checks: lint test  ## all that CI runs: format, lint, types, tests
 

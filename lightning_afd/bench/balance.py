@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from lightning_afd.bench.engine_step import EngineStep
+from lightning_afd.bench.engine_step import EngineStep, computing
 from lightning_afd.bench.job import Job
 from lightning_afd.bench.names import Spec
 
@@ -49,7 +49,7 @@ def ffn_over_attention(job: Job, width: int) -> float:
     for _ in range(REPEATS):
         _, parts = job.slowest(step.compute_alone)
         busiest = {
-            role: max(sum(part.values()) for rank, part in enumerate(parts) if step.layout.worker_of(rank).role == role)
+            role: max(computing(part) for rank, part in enumerate(parts) if step.layout.worker_of(rank).role == role)
             for role in ("A", "F")
         }
         ratios.append(busiest["F"] / busiest["A"])

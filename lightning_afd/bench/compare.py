@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_afd.bench.engine_step import EngineStep, RankRecord
+from lightning_afd.bench.engine_step import EngineStep, RankRecord, computing
 from lightning_afd.bench.job import Job, Step
 from lightning_afd.bench.machine import busy_seconds
+from lightning_afd.bench.memory import peak_bytes
 from lightning_afd.bench.overhead import BareShape, costs
 from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes
 from lightning_afd.bench.registry import Contender
 from lightning_afd.bench.result import Measured, Section
 from lightning_afd.regime import regime_of
-from lightning_afd.timeline import Timeline
-from lightning_afd.waits import CAUSES, Quantiles, Wait, usage_of, waits_of
+from lightning_afd.timeline import Span, Timeline
+from lightning_afd.waits import Quantiles, Wait, usage_of, waits_of
 
 BARE_STEPS = 15
 WARM_UP = 2
@@ -42,6 +44,7 @@ class Entry:
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
     details: Details | None = None
 
     @property
@@ -72,15 +75,17 @@ class Comparison:
         self._job = job
         self.entries = [Entry(contender, contender.make(job)) for contender in contenders]
         self._alone = self._twins()
+        self._operators: dict[str, Stages] = {}
         for _ in range(WARM_UP):
             for entry in self.entries:
                 self._run(entry)
 
-    def section(self, title: str, effort: Effort) -> Section:
-        """Measure under the present condition of the network."""
+    def section(self, rate: str, effort: Effort) -> Section:
+        """Measure under the present condition of the network, which is called `rate`."""
         rates: list[float] = []
         computes: list[Mapping[str, float]] = []
         foreign: list[float] = []
+        self._operators = {}
         for entry in self.entries:
             entry.forget()
         again = effort.repetitions if effort.most_foreign_cpu is not None else 0
@@ -96,11 +101,14 @@ class Comparison:
             rates.append(condition.rate)
             computes.append(condition.compute)
             foreign.append(spent)
+        for entry in self.entries:
+            entry.memory = self._job.gather(peak_bytes(entry.step, self._job.device))
         return Section(
-            title=title,
+            rate=rate,
             measured=[self._measured(entry) for entry in self.entries],
             link_rates=rates,
             compute={role: [one[role] for one in computes] for role in computes[0]},
+            operators={role: stages.quantiles() for role, stages in self._operators.items()},
             foreign_cpu=foreign,
         )
 
@@ -162,9 +170,10 @@ class Comparison:
         found: dict[str, float] = {}
         for twin in self._alone:
             _, parts = self._job.slowest(twin.compute_alone)
-            for rank, part in enumerate(parts):
+            for rank, spans in enumerate(parts):
                 role = _role(twin, rank)
-                found[role] = max(found.get(role, 0.0), sum(part.values()))
+                found[role] = max(found.get(role, 0.0), computing(spans))
+                self._operators.setdefault(role, Stages(twin.plan.layers)).add(spans)
         return found
 
     # -- results --------------------------------------------------------------------------------------------------
@@ -175,6 +184,7 @@ class Comparison:
             "seconds": list(entry.seconds),
             "losses": list(entry.losses),
             "same_weights": entry.contender.same_weights,
+            "memory": {f"rank {rank}": nbytes for rank, nbytes in enumerate(entry.memory)},
         }
         engine, details = entry.engine, entry.details
         if engine is None or details is None:
@@ -205,7 +215,7 @@ class Details:
 
     def __init__(self, step: EngineStep) -> None:
         self._shape = step.shape
-        self._spans: dict[str, list[float]] = {}
+        self._stages = Stages(step.plan.layers)
         self.bound_by = ""
         self.step_bytes = 0
         self.usage: dict[str, dict[str, float]] = {}
@@ -215,23 +225,40 @@ class Details:
         """One more step; shares and advice are those of the last one."""
         waits = waits_of(timeline, self._shape)
         usage = usage_of(timeline, waits)
-        for span in timeline.spans:
-            if timeline.lane(span) != "receive":
-                self._spans.setdefault(span.action.op + span.action.phase, []).append(span.seconds)
-        self._add_waits(waits)
+        self._stages.add(span for span in timeline.spans if timeline.lane(span) != "receive")
+        self._stages.add_waits(waits)
         self.usage = {timeline.layout.name_of(rank): one.shares() for rank, one in usage.items()}
         self.advice = regime_of(timeline, usage).advice
         self.step_bytes = max(self.step_bytes, step_bytes)
 
-    def _add_waits(self, waits: Sequence[Wait]) -> None:
-        for wait in waits:
-            for cause in CAUSES:
-                if cause in wait.seconds:
-                    self._spans.setdefault(cause, []).append(wait.seconds[cause])
-
     def stages(self) -> dict[str, dict[str, float]]:
-        """P50, P95 and P99 of each kind of action and wait, over all layers, micro-batches, ranks and repetitions."""
-        found = {kind: Quantiles.of(seconds) for kind, seconds in self._spans.items()}
+        """Of all its steps."""
+        return self._stages.quantiles()
+
+
+class Stages:
+    """Durations of each kind of action ("Af"; "Tf" is the tail) and wait, over all that else tells them apart."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Some actions."""
+        for span in spans:
+            action = span.action
+            op = "T" if action.op == "A" and action.layer == self._layers else action.op
+            self._seconds[op + action.phase].append(span.seconds)
+
+    def add_waits(self, waits: Iterable[Wait]) -> None:
+        """Some receives, by what was waited for."""
+        for wait in waits:
+            for cause, seconds in wait.seconds.items():
+                self._seconds[cause].append(seconds)
+
+    def quantiles(self) -> dict[str, dict[str, float]]:
+        """Count, P50, P95 and P99 in seconds."""
+        found = {kind: Quantiles.of(seconds) for kind, seconds in self._seconds.items()}
         return {
             kind: {"count": one.count, "p50": one.p50, "p95": one.p95, "p99": one.p99} for kind, one in found.items()
         }

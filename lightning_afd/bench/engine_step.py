@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from lightning_afd.reduction import StepGradients
 from lightning_afd.schedule.orders import ORDERS
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.segments import UserStep
+from lightning_afd.timeline import Span
 
 TRIALS = 3
 """Steps by which orders are compared."""
@@ -89,17 +90,16 @@ class EngineStep:
         self._dry()
         self.tap.live()
 
-    def compute_alone(self) -> dict[str, float]:
-        """Seconds of each op ("A", "E") without any message: no other rank is needed, and the weights stay."""
+    def compute_alone(self) -> tuple[Span, ...]:
+        """What a step takes without any message: no other rank is needed, and the weights stay.
+
+        Transfers are packing and unpacking of rows, and nothing else.
+        """
         self.tap.replay()
         self.engine.repeat()
         self._dry()
         self.tap.live()
-        seconds: dict[str, float] = {}
-        for span in self.engine.runtime.spans:
-            if not span.action.is_transfer:
-                seconds[span.action.op] = seconds.get(span.action.op, 0.0) + span.seconds
-        return seconds
+        return tuple(self.engine.runtime.spans)
 
     def _dry(self) -> float:
         return self._forward_and_backward(self._work(0), last=False)
@@ -184,3 +184,8 @@ def fastest_order(job: Job, spec: Spec) -> str:
         for order, step in steps.items():
             seconds[order].append(job.slowest(step)[0])
     return min(orders, key=lambda order: min(seconds[order][1:]))
+
+
+def computing(spans: Iterable[Span]) -> float:
+    """Seconds of attention, experts and tails."""
+    return sum(span.seconds for span in spans if not span.action.is_transfer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -56,8 +56,9 @@ class Job:
         self._groups: dict[Layout, ProcessGroups] = {}
         self._transports: dict[Layout, P2PTransport] = {}
         self._control = dist.new_group(timeout=self._timeout, backend="gloo")
-        self._probe = dist.new_group(timeout=self._timeout)
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self._probe)
+        self._probes = [dist.new_group(timeout=self._timeout) for _ in range(2)]
+        for group in self._probes:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     @classmethod
     def open(cls, arena: Arena) -> Job:
@@ -74,9 +75,10 @@ class Job:
             groups.destroy()
         dist.destroy_process_group()
 
-    def use(self, workload: Workload) -> None:
+    def use(self, workload: Workload, micro_batches: int | None = None) -> None:
         """What contenders train from now on; those that were made before must not run any more."""
         self.workload = workload
+        self.arena = replace(self.arena, workload=workload, micro_batches=micro_batches or self.arena.micro_batches)
 
     def transport(self, layout: Layout) -> P2PTransport:
         """Collective at the first call: the connections that all contenders with this layout use."""
@@ -108,21 +110,27 @@ class Job:
         return max(seconds for seconds, _ in both), [value for _, value in both]
 
     def link_rate(self) -> float:
-        """Collective: bytes per second of plain messages from the first rank to the last one."""
+        """Collective: bytes per second of plain messages from the last rank to the first one."""
         if self.world == 1:
             return float("inf")
-        message = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self.device)
-        self._send_first_to_last(message, 1)  # uses up what a token bucket allows at full speed
-        seconds, _ = self.slowest(lambda: self._send_first_to_last(message, PROBES))
+        last = range(self.world - 1, self.world)
+        self.send_to_first(last, PROBE_BYTES, 1)  # uses up what a token bucket allows at full speed
+        seconds, _ = self.slowest(lambda: self.send_to_first(last, PROBE_BYTES, PROBES))
         return PROBES * PROBE_BYTES / seconds
 
-    def _send_first_to_last(self, message: Tensor, count: int) -> None:
-        works: Sequence[Any] = ()
-        if self.rank == self.world - 1:
-            buffers = [torch.empty_like(message) for _ in range(count)]
-            works = [dist.irecv(buffer, src=0, group=self._probe) for buffer in buffers]
-        elif self.rank == 0:
-            works = [dist.isend(message, dst=self.world - 1, group=self._probe) for _ in range(count)]
+    def send_to_first(self, senders: range, nbytes: int, count: int, *, both: bool = False) -> None:
+        """Collective: `count` messages of each of `senders` to rank 0, with `both` also of rank 0 to each of them."""
+        peers = senders if self.rank == 0 else (0,) if self.rank in senders else ()
+        receives, sends = (self.rank == 0 or both), (self.rank != 0 or both)
+        works: list[Any] = []
+        for peer in peers:
+            back = int(self.rank > peer)  # a group per direction: notices of buffers never wait behind messages
+            buffers = torch.empty(count if receives else 0, nbytes, dtype=torch.uint8, device=self.device)
+            works += [dist.irecv(buffer, src=peer, group=self._probes[1 - back]) for buffer in buffers]
+        for peer in peers if sends else ():
+            message = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            back = int(self.rank > peer)
+            works += [dist.isend(message, dst=peer, group=self._probes[back]) for _ in range(count)]
         for work in works:
             work.wait()
 

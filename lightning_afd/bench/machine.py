@@ -25,10 +25,13 @@ def machine(ranks: int) -> dict[str, Any]:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all cores of this machine have worked since its start; 0 where nothing says so."""
+    """CPU seconds that processes on all cores of this machine have worked since its start; 0 where nothing says so.
+
+    Interrupts are left out: most of them are messages of the run itself.
+    """
     for line in _lines("/proc/stat")[:1]:
-        user, nice, system, _, _, irq, soft, *_ = (int(ticks) for ticks in line.split()[1:])
-        return (user + nice + system + irq + soft) / 100
+        user, nice, system, *_ = (int(ticks) for ticks in line.split()[1:])
+        return (user + nice + system) / 100
     return 0.0
 
 

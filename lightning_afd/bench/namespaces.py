@@ -84,9 +84,12 @@ class Network:
         rendezvous = {"MASTER_ADDR": self.hosts[0].addresses[0], "MASTER_PORT": str(PORT)}
         return rendezvous | {"GLOO_SOCKET_IFNAME": host.nics[0], "NCCL_SOCKET_IFNAME": host.nics[0]}
 
-    def shape(self, rate: float | None, nic: int | None = None) -> None:
-        """Limit all links, or those of NIC number `nic`, to `rate` bits per second each way; None takes limits off."""
-        for host in self.hosts:
+    def shape(self, rate: float | None, nic: int | None = None, only: Host | None = None) -> None:
+        """Limit all links, those of NIC number `nic`, or those of one host only, to `rate` bits per second each way.
+
+        None takes limits off.
+        """
+        for host in self.hosts if only is None else (only,):
             for n, interface in enumerate(host.nics):
                 if nic in (None, n):
                     _limit(host.namespace, interface, rate)

@@ -8,8 +8,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,24 +18,22 @@ from rich.progress import Progress
 
 from lightning_afd.bench.balance import balance
 from lightning_afd.bench.compare import Comparison, Effort
-from lightning_afd.bench.docs import write_docs
 from lightning_afd.bench.job import Arena, Job
 from lightning_afd.bench.machine import machine
-from lightning_afd.bench.picture import draw
-from lightning_afd.bench.registry import available
-from lightning_afd.bench.result import Result, Section
+from lightning_afd.bench.probes import probes
+from lightning_afd.bench.registry import Contender, available
+from lightning_afd.bench.result import Probe, Result, Section
 from lightning_afd.bench.settings import BALANCED, Settings
-from lightning_afd.bench.start import CORE, ask_for_rate
-from lightning_afd.bench.tables import tables
+from lightning_afd.bench.start import CORE, RESULT_FILE, ask_for_rate
 from lightning_afd.bench.workload import Workload
 from lightning_afd.errors import AFDError
 
-AS_IT_IS = "the network as it is"
+AS_IT_IS = "network as it is"
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run; an error of the settings is one sentence and exit code 1."""
+    """Run, and write the result; an error of the settings is one sentence and exit code 1."""
     _settle_down()
     settings = Settings.read(json.loads(Path(sys.argv[1]).read_text()))
     try:
@@ -44,7 +42,7 @@ def main() -> None:
         sys.stderr.write(f"lightning-afd: {error}\n")
         sys.exit(1)
     if result is not None:
-        show(result, settings)
+        result.save(Path(settings.output_dir) / RESULT_FILE)
 
 
 def _settle_down() -> None:
@@ -60,52 +58,77 @@ def _settle_down() -> None:
 def run(settings: Settings) -> Result | None:
     """Collective: measure what is asked for; the result on rank 0, None on the others."""
     torch.set_num_threads(1)
-    sizes = dict(settings.workload)
-    balanced = sizes.get("width") == BALANCED and sizes.pop("width")
-    job = Job.open(
-        Arena(
-            workload=Workload(**sizes),
-            attention=settings.attention,
-            ffn=settings.ffn,
-            micro_batches=settings.micro_batches,
-            chunk_bytes=settings.chunk_bytes,
-            device=settings.device,
-            timeout=settings.timeout,
-        )
-    )
-    if balanced:
-        balance(job)
-    sections = _sections(job, settings)
-    workload = asdict(job.workload)
+    job = Job.open(_arena(settings))
+    network = _Network(job, settings.rates)
+    contenders, skipped = available(settings.contenders) if settings.contenders else ([], [])
+    cells = settings.cells() if contenders else []
+    probed = network.probe() if settings.probes else []
+    sections: list[Section] = []
+    with _progress(job.rank, settings.repetitions * len(cells) * len(network.rates) * (len(contenders) + 2)) as tick:
+        effort = Effort(repetitions=settings.repetitions, most_foreign_cpu=settings.most_foreign_cpu, tick=tick)
+        for cell in cells:
+            arena = _arena(settings.at(cell))
+            job.use(arena.workload, arena.micro_batches)
+            found = {}
+            if settings.at(cell).workload["width"] == BALANCED:
+                balance(job)
+                found = {"workload.width": job.workload.width}
+            for section in network.sections(contenders, effort):
+                sections.append(replace(section, cell={**cell, **found}, notes=skipped))
     job.close()
     if job.rank:
         return None
-    return Result(command=settings.command, machine=machine(job.world), workload=workload, sections=sections)
+    return Result(
+        command=settings.command,
+        machine=machine(job.world),
+        workload={**settings.workload, "width": job.workload.width},
+        sections=sections,
+        probes=probed,
+    )
 
 
-def _sections(job: Job, settings: Settings) -> list[Section]:
-    """One per link rate; where orders are tried, at the rate in the middle."""
-    shape = ask_for_rate() if job.rank == 0 else None
-    rates = settings.rates or [AS_IT_IS]
-    _shape(job, shape, rates[len(rates) // 2])
-    contenders, skipped = available(settings.contenders)
-    comparison = Comparison(job, contenders)
-    steps = settings.repetitions * len(rates) * (len(comparison.entries) + 2)
-    sections = []
-    with _progress(job.rank, steps) as tick:
-        effort = Effort(repetitions=settings.repetitions, most_foreign_cpu=settings.most_foreign_cpu, tick=tick)
-        for rate in rates:
-            _shape(job, shape, rate)
-            sections.append(replace(comparison.section(rate, effort), notes=skipped))
-    return sections
+def _arena(settings: Settings) -> Arena:
+    sizes = {name: value for name, value in settings.workload.items() if (name, value) != ("width", BALANCED)}
+    return Arena(
+        workload=Workload(**sizes),
+        attention=settings.attention,
+        ffn=settings.ffn,
+        micro_batches=settings.micro_batches,
+        chunk_bytes=settings.chunk_bytes,
+        device=settings.device,
+        timeout=settings.timeout,
+    )
 
 
-def _shape(job: Job, shape: Callable[[str], None] | None, rate: str) -> None:
-    """Collective: change the links, while nobody sends anything."""
-    job.gather(None)
-    if shape is not None and rate != AS_IT_IS:
-        shape(rate)
-    job.gather(None)
+class _Network:
+    """The conditions under which all is measured, one after another. All methods are collective."""
+
+    def __init__(self, job: Job, rates: Sequence[str]) -> None:
+        self.rates = list(rates) or [AS_IT_IS]
+        self._job = job
+        self._set = ask_for_rate() if job.rank == 0 else None
+
+    def probe(self) -> list[Probe]:
+        """Single links under each condition."""
+        return [probe for rate in self._one_after_another() for probe in probes(self._job, rate)]
+
+    def sections(self, contenders: Sequence[Contender], effort: Effort) -> list[Section]:
+        """All contenders under each condition; where orders are tried, it is under the one in the middle."""
+        self._make(self.rates[len(self.rates) // 2])
+        comparison = Comparison(self._job, contenders)
+        return [comparison.section(rate, effort) for rate in self._one_after_another()]
+
+    def _one_after_another(self) -> Iterator[str]:
+        for rate in self.rates:
+            self._make(rate)
+            yield rate
+
+    def _make(self, rate: str) -> None:
+        """Change the links, while nobody sends anything."""
+        self._job.gather(None)
+        if self._set is not None and rate != AS_IT_IS:
+            self._set(rate)
+        self._job.gather(None)
 
 
 @contextlib.contextmanager
@@ -115,21 +138,8 @@ def _progress(rank: int, steps: int) -> Iterator[Callable[[str], None]]:
         yield lambda what: None
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=steps)
+        task = progress.add_task("preparing", total=steps)
         yield lambda what: progress.update(task, advance=1, description=what)
-
-
-def show(result: Result, settings: Settings) -> None:
-    """Print it, and write JSON, picture and, where asked for, the tables of the documentation."""
-    folder = Path(settings.output_dir)
-    result.save(folder / "bench.json")
-    draw(result, folder / "bench.png")
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    for part in tables(result):
-        console.print(part)
-    if settings.docs is not None:
-        write_docs(result, Path(settings.docs))
-    console.print(f"{folder / 'bench.json'} and bench.png hold all of it.")
 
 
 if __name__ == "__main__":

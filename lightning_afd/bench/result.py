@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_afd.bench.ratios import Spread, disagreement, paired
+from lightning_afd.bench.settings import title_of
 
 SAME_LOSS = 1e-4
 """By how much losses of equal steps may differ, relative: sums in float32 have other orders."""
@@ -37,6 +38,8 @@ class Measured:
     """Per kind of action ("Af") and of wait ("wait_for_net"): count, p50, p95, p99 in seconds."""
     overhead: Mapping[str, float] = field(default_factory=dict)
     """Per role, the engine's own work over the step: neither computation nor waiting nor kernels."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Per rank, bytes by which its memory grows at most during a step; 0 where nobody knows."""
     advice: str = ""
     """What bounds its last step."""
 
@@ -50,17 +53,26 @@ class Measured:
 class Section:
     """All contenders side by side under one condition."""
 
-    title: str
-    """The condition, such as "500mbit"."""
+    rate: str
+    """The condition of links, such as "500mbit"."""
     measured: list[Measured]
     link_rates: list[float]
     """Bytes per second of plain messages, by repetition."""
     compute: Mapping[str, list[float]]
     """Seconds of computation alone, the busiest rank of a role, by repetition: "A R=4", "F R=4", "AF R=1"."""
+    cell: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of this section only, such as {"workload.seq_len": 256}."""
+    operators: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """Per role ("A R=4") and kind of action, without any communication: like `Measured.stages`."""
     foreign_cpu: list[float] = field(default_factory=list)
     """CPU seconds that other processes of the machine took during each repetition."""
     notes: list[str] = field(default_factory=list)
     """Contenders that were skipped, and why."""
+
+    @property
+    def title(self) -> str:
+        """`500mbit, seq_len 256`."""
+        return ", ".join(part for part in (self.rate, title_of(self.cell)) if part)
 
     def ratio(self, name: str) -> Spread:
         """How many times as long as the first contender's a step of this one takes, in pairs of one repetition."""
@@ -84,6 +96,21 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Messages of one size over single links, all other links being idle."""
+
+    rate: str
+    kind: str
+    """What is sent: "one way", "both ways" at once, or "incast" of all ranks to the first one."""
+    nbytes: int
+    """Of a message."""
+    seconds: Mapping[str, float]
+    """p50, p95 and p99 of a single message of each sender; of both ways of a pair."""
+    bandwidth: float
+    """Bytes per second that come in at the receiver while many messages are on their way."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """A whole run."""
 
@@ -91,11 +118,17 @@ class Result:
     machine: Mapping[str, Any]
     workload: Mapping[str, Any]
     sections: list[Section]
+    probes: list[Probe] = field(default_factory=list)
+    """Single links."""
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1))
+
+    def joined(self, other: Result) -> Result:
+        """This one with what another run of the same command has measured, too."""
+        return replace(self, sections=[*self.sections, *other.sections], probes=[*self.probes, *other.probes])
 
     @classmethod
     def load(cls, path: Path) -> Result:
@@ -105,4 +138,5 @@ class Result:
             Section(**{**section, "measured": [Measured(**one) for one in section["measured"]]})
             for section in fields.pop("sections")
         ]
-        return cls(sections=sections, **fields)
+        probes = [Probe(**probe) for probe in fields.pop("probes")]
+        return cls(sections=sections, probes=probes, **fields)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -15,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_afd.bench.conditions import Condition, parse_condition
 from lightning_afd.bench.namespaces import Network, check_possible, network
-from lightning_afd.bench.rates import bits_of
 from lightning_afd.errors import PlanError
 
 CONTROL, CORE = "AFD_BENCH_CONTROL", "AFD_BENCH_CORE"
 """Variables of a rank: the file number by which it asks for link rates, and its core."""
+RESULT_FILE = "bench.json"
 LOOK = 0.1
+MOMENT = 0.01
+"""Seconds in which a slowed rank runs for its share and is stopped for the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,8 @@ def start(what: Start) -> int:
         with theirs:
             start_ranks = _Starter(what, net, theirs)
             ranks += (start_ranks.one(rank) for rank in range(what.world))
-        failed = _supervise(ranks, ours, net)
+        conditions = stack.enter_context(_Conditions(net, ranks))
+        failed = _supervise(ranks, ours, conditions)
         if failed is None:
             return 0
         _wait_a_little(ranks, what.patience)
@@ -109,7 +114,7 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _supervise(ranks: Sequence[subprocess.Popen[bytes]], control: socket.socket, net: Network | None) -> int | None:
+def _supervise(ranks: Sequence[subprocess.Popen[bytes]], control: socket.socket, conditions: _Conditions) -> int | None:
     """Wait for all, or the first one that fails, and set link rates meanwhile; returns its number."""
     listening = [control]
     while True:
@@ -118,17 +123,58 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], control: socket.socket,
         if failed is not None or not running:
             return failed
         readable, _, _ = select.select(listening, [], [], LOOK)
-        if readable and not _answer(control, net):
+        if readable and not _answer(control, conditions):
             listening = []  # rank 0 has closed it
 
 
-def _answer(control: socket.socket, net: Network | None) -> bool:
+def _answer(control: socket.socket, conditions: _Conditions) -> bool:
     """Do what rank 0 asks for; False once it has nothing more to say."""
-    asked = control.recv(100).decode()
-    if asked and net is not None:
-        net.shape(bits_of(asked))
+    asked = control.recv(200).decode()
+    if asked:
+        conditions.set(parse_condition(asked))
         control.sendall(b"done")
     return bool(asked)
+
+
+class _Conditions:
+    """Link rates, and a rank that is stopped for a part of each moment: a slow machine, its network included."""
+
+    def __init__(self, net: Network | None, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._net, self._ranks = net, ranks
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def set(self, condition: Condition) -> None:
+        """From now on."""
+        self._stop()
+        net = self._net
+        if net is not None:
+            net.shape(condition.rate)
+            if condition.rank is not None and condition.its_rate is not None:
+                net.shape(condition.its_rate, only=net.hosts[condition.rank])
+        if condition.rank is not None and condition.its_share < 1:
+            arguments = self._ranks[condition.rank], condition.its_share
+            self._over.clear()
+            self._thread = threading.Thread(target=self._slow_down, args=arguments, daemon=True)
+            self._thread.start()
+
+    def _slow_down(self, rank: subprocess.Popen[bytes], share: float) -> None:
+        while not self._over.wait(MOMENT * share):
+            rank.send_signal(signal.SIGSTOP)
+            self._over.wait(MOMENT * (1 - share))
+            rank.send_signal(signal.SIGCONT)
+
+    def _stop(self) -> None:
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> _Conditions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
 
 
 def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
@@ -183,6 +229,6 @@ def ask_for_rate(environment: Mapping[str, str] = os.environ) -> Callable[[str],
 
     def shape(rate: str) -> None:
         control.sendall(rate.encode())
-        control.recv(100)
+        control.recv(200)
 
     return shape

@@ -2,79 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from lightning_afd.bench.ratios import Spread
-from lightning_afd.bench.result import SAME_LOSS, Measured, Result, Section
+from lightning_afd.bench.result import SAME_LOSS, Measured, Probe, Result, Section
 
-COLUMNS = (
-    "contender",
-    "step, s",
-    "x first",
-    "x its bound",
-    "bound by",
-    "MB",
-    "loss",
-    "waits",
-    "engine",
-)
+IN_FULL = 4
+"""Sections that are shown in full; more of them become the rows of one table."""
+TEXTS = ("contender", "plan", "bound by", "stage", "section", "link", "kind", "rank")
 EXPLANATION = (
     "Medians, and quartiles in brackets. x first: paired ratios of the step to that of the first contender. x its "
     "bound: step over max(computation alone, bytes / link rate), measured in the same repetition. MB: bytes of a step "
     "in the busiest direction of a rank. waits: share of the step in which ranks wait for messages. engine: the "
-    "engine's own work over the step."
+    "engine's own work over the step, on the busier role. memory: MB by which a rank grows at most during a step."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One contender, in words."""
+class Grid:
+    """A table in words."""
 
-    cells: tuple[str, ...]
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def rich(self) -> Table:
+        """For a terminal."""
+        table = Table(title=self.title, title_justify="left", title_style="bold", pad_edge=False)
+        for column in self.columns:
+            table.add_column(column, justify="left" if column in TEXTS else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """For a document."""
+        lines = [f"| {' | '.join(self.columns)} |", "|" + "---|" * len(self.columns)]
+        return "\n".join([f"**{self.title}**", "", *lines, *(f"| {' | '.join(row)} |" for row in self.rows)])
 
 
-def rows(section: Section) -> Iterator[Row]:
-    """The contenders of a section, as they were asked for."""
-    for one in section.measured:
-        bound = one.over_bound
-        yield Row(
-            cells=(
-                one.name if not one.plan else f"{one.name} ({one.plan})",
-                f"{Spread.of(one.seconds):.3f}",
-                f"{section.ratio(one.name):.2f}",
-                f"{bound:.2f}" if bound else "-",
-                one.bound_by or "-",
-                f"{one.step_bytes / 1e6:.1f}" if one.step_bytes else "-",
-                f"{one.losses[-1]:.5f}",
-                f"{_waits(one):.0%}" if one.usage else "-",
-                f"{max(one.overhead.values()):.1%}" if one.overhead else "-",
-            )
+def parts(result: Result) -> Iterator[Grid | str]:
+    """Everything that is shown, in order."""
+    if result.probes:
+        yield links(result.probes)
+    if not result.sections:
+        return
+    if len(result.sections) > IN_FULL:
+        yield overview(result.sections)
+        yield memories(result.sections)
+    else:
+        for section in result.sections:
+            yield contenders(section)
+            yield from lines(section)
+            yield stages(f"{section.measured[0].name}: ms per action or wait", section.measured[0].stages)
+    yield operators(result.sections)
+    yield EXPLANATION
+    for section in result.sections:
+        yield section.summary
+
+
+def contenders(section: Section) -> Grid:
+    """How long they take, and why."""
+    columns = (
+        "contender",
+        "plan",
+        "step, s",
+        "x first",
+        "x its bound",
+        "bound by",
+        "MB",
+        "loss",
+        "waits",
+        "engine",
+        "memory",
+    )
+    rows = tuple(
+        (
+            one.name,
+            one.plan,
+            f"{Spread.of(one.seconds):.3f}",
+            f"{section.ratio(one.name):.2f}",
+            f"{one.over_bound:.2f}" if one.over_bound else "-",
+            one.bound_by or "-",
+            f"{one.step_bytes / 1e6:.1f}" if one.step_bytes else "-",
+            f"{one.losses[-1]:.5f}",
+            f"{_waits(one):.0%}" if one.usage else "-",
+            f"{max(one.overhead.values()):.1%}" if one.overhead else "-",
+            _memory(one),
         )
+        for one in section.measured
+    )
+    return Grid(title=heading(section), columns=columns, rows=rows)
+
+
+def overview(sections: Sequence[Section]) -> Grid:
+    """A row per section: the step of the first contender, and how many times as long the others take."""
+    names = list(dict.fromkeys(one.name for section in sections for one in section.measured))
+    first = names[0]
+    rows = []
+    for section in sections:
+        bound = section.measured[0].over_bound
+        by_name = {one.name for one in section.measured}
+        cells = [f"{section.ratio(name):.2f}" if name in by_name else "-" for name in names[1:]]
+        step = f"{Spread.of(section.measured[0].seconds):.3f}"
+        rows.append(
+            (section.title, step, f"{bound.median:.2f}" if bound else "-", section.measured[0].bound_by, *cells)
+        )
+    columns = ("section", f"{first}, s", "x its bound", "bound by", *(f"{name} / {first}" for name in names[1:]))
+    return Grid(title=f"Steps of {first}, and how many times as long others take", columns=columns, rows=tuple(rows))
+
+
+def memories(sections: Sequence[Section]) -> Grid:
+    """A row per section: MB by which ranks grow at most during a step."""
+    names = list(dict.fromkeys(one.name for section in sections for one in section.measured))
+    rows = []
+    for section in sections:
+        by_name = {one.name: _memory(one) for one in section.measured}
+        rows.append((section.title, *(by_name.get(name, "-") for name in names)))
+    return Grid(title="Memory of ranks, MB", columns=("section", *names), rows=tuple(rows))
+
+
+def _memory(one: Measured) -> str:
+    """By rank."""
+    return " / ".join(f"{nbytes / 1e6:.1f}" for nbytes in one.memory.values()) or "-"
 
 
 def _waits(one: Measured) -> float:
     """Share of the step, on the average of the ranks."""
     return sum(usage["exposed"] for usage in one.usage.values()) / len(one.usage)
-
-
-def tables(result: Result) -> Iterable[Table | str]:
-    """What is printed: per section its contenders, stages of the first one and more; in the end a line each."""
-    for section in result.sections:
-        table = Table(title=heading(section), title_justify="left", title_style="bold", pad_edge=False)
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column in ("contender", "bound by") else "right")
-        for row in rows(section):
-            table.add_row(*row.cells)
-        yield table
-        yield from lines(section)
-        if section.measured[0].stages:
-            yield stages_table(section.measured[0])
-    yield EXPLANATION
-    for section in result.sections:
-        yield section.summary
 
 
 def heading(section: Section) -> str:
@@ -97,25 +155,53 @@ def lines(section: Section) -> Iterator[str]:
     yield from section.notes
 
 
-def stages_table(one: Measured) -> Table:
-    """How long actions and waits of one contender take."""
-    table = Table(title=f"{one.name}, ms per action or wait", title_justify="left", pad_edge=False)
-    for column in ("stage", "count", "P50", "P95", "P99"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage, figures in sorted(one.stages.items()):
-        table.add_row(stage, str(int(figures["count"])), *(f"{figures[p] * 1e3:.2f}" for p in ("p50", "p95", "p99")))
-    return table
+def stages(title: str, kinds: Mapping[str, Mapping[str, float]]) -> Grid:
+    """How long actions and waits take."""
+    rows = tuple(
+        (kind, str(int(figures["count"])), *(f"{figures[p] * 1e3:.2f}" for p in ("p50", "p95", "p99")))
+        for kind, figures in sorted(kinds.items())
+    )
+    return Grid(title=title, columns=("stage", "count", "P50", "P95", "P99"), rows=rows)
+
+
+def operators(sections: Sequence[Section]) -> Grid:
+    """Kinds of actions without communication, P50 / P99, per section and role."""
+    kinds = sorted({kind for section in sections for one in section.operators.values() for kind in one})
+    rows = tuple(
+        (section.title, role, *(_p50_p99(found[kind]) if kind in found else "-" for kind in kinds))
+        for section in sections
+        for role, found in section.operators.items()
+    )
+    title = "Single operators without communication, ms, P50 / P99 (A attention, E experts, T tail, D and C packing)"
+    return Grid(title=title, columns=("section", "rank", *kinds), rows=rows)
+
+
+def _p50_p99(figures: Mapping[str, float]) -> str:
+    return f"{figures['p50'] * 1e3:.2f} / {figures['p99'] * 1e3:.2f}"
+
+
+def links(found: Sequence[Probe]) -> Grid:
+    """Latency and bandwidth against message size."""
+    rows = tuple(
+        (
+            probe.rate,
+            probe.kind,
+            f"{probe.nbytes / 1024:.0f}",
+            *(f"{probe.seconds[p] * 1e3:.2f}" for p in ("p50", "p95", "p99")),
+            f"{probe.bandwidth * 8 / 1e9:.3f}",
+        )
+        for probe in found
+    )
+    columns = ("link", "kind", "KiB", "P50, ms", "P95, ms", "P99, ms", "many: Gbit/s")
+    return Grid(title="Messages over single links", columns=columns, rows=rows)
 
 
 def markdown(result: Result) -> str:
-    """The tables of contenders, with command and machine."""
-    machine, parts = result.machine, []
+    """All of it, with command and machine."""
+    machine = result.machine
     what = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    parts.append(
+    command = (
         f"`{result.command}` on {machine['ranks']} ranks, {what}, torch {machine['torch']}, load {machine['load']}."
     )
-    for section in result.sections:
-        table = [f"**{heading(section)}**", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        table += [f"| {' | '.join(row.cells)} |" for row in rows(section)]
-        parts += ["\n".join(table), "\n".join(f"- {line}" for line in lines(section))]
-    return "\n\n".join([*parts, EXPLANATION]) + "\n"
+    texts = [part.markdown() if isinstance(part, Grid) else f"- {part}" for part in parts(result)]
+    return "\n\n".join([command, *texts]).replace("\n\n- ", "\n- ") + "\n"

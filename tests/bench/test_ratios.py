@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from lightning_afd.bench.conditions import Condition, bits_of, parse_condition
 from lightning_afd.bench.names import parse
-from lightning_afd.bench.rates import bits_of
 from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes, disagreement, paired, ring_bytes
 from lightning_afd.bench.result import Measured, Section
-from lightning_afd.bench.settings import Settings
+from lightning_afd.bench.settings import Settings, title_of
 from lightning_afd.errors import PlanError
 
 
@@ -54,7 +54,7 @@ def measured(name: str, seconds: list[float], **values: Any) -> Measured:
 
 def test_section_says_how_fast_the_first_one_is() -> None:
     first = measured("afd", [1.0, 2.0, 1.0], bounds=[0.8, 1.6, 0.8])
-    section = Section(title="500mbit", measured=[first, measured("ep", [1.5, 3.0, 1.5])], link_rates=[1.0], compute={})
+    section = Section(rate="500mbit", measured=[first, measured("ep", [1.5, 3.0, 1.5])], link_rates=[1.0], compute={})
     assert section.ratio("ep").median == 1.5
     assert section.summary == "500mbit: afd 1.000 s a step, 1.25 x its bound; speed: 1.50x ep"
     other = measured("x", [1.0], same_weights=False)
@@ -93,6 +93,31 @@ def test_rates_are_bits_per_second() -> None:
             bits_of(wrong)
 
 
+def test_conditions_name_a_rank_that_is_slower() -> None:
+    assert parse_condition("500mbit") == Condition(rate=5e8)
+    assert parse_condition("1gbit; rank 1 at 100mbit") == Condition(rate=1e9, rank=1, its_rate=1e8)
+    assert parse_condition("unshaped; rank 0 slowed to 50%") == Condition(rate=None, rank=0, its_share=0.5)
+    for wrong in ("1gbit; rank 0", "1gbit; rank 0 slowed to 0%", "1gbit; rank 0 at 1gbit; rank 1 at 1gbit"):
+        with pytest.raises(PlanError, match=f"rate {wrong}: behind the semicolon write"):
+            parse_condition(wrong)
+
+
+def test_sweeps_are_combinations_divided_by_ranks() -> None:
+    sweep = [{"attention": [1, 2], "workload.top_k": [2, 4]}, {"micro_batches": 1}]
+    settings = Settings.read({**GOOD, "sweep": sweep})
+    assert len(settings.cells()) == 5
+    assert title_of(settings.cells()[1]) == "attention 1, top_k 4"
+    at = settings.at(settings.cells()[1])
+    assert (at.attention, at.workload["top_k"], at.sweep) == (1, 4, [])
+    runs = settings.by_world()
+    assert [(run.attention, len(run.cells())) for run in runs] == [(1, 3), (2, 2)]
+    assert [cell for run in runs for cell in run.cells()].count({"micro_batches": 1}) == 1
+    with pytest.raises(PlanError, match="sweep: depth is not a choice; choices: attention, ffn, micro_batches, "):
+        Settings.read({**GOOD, "sweep": [{"depth": [1]}]})
+    with pytest.raises(PlanError, match=r"workload.sequences=8 for 10 ranks"):
+        Settings.read({**GOOD, "sweep": [{"attention": [9]}]})
+
+
 SIZES = dict.fromkeys(
     ("layers", "hidden", "heads", "experts", "top_k", "width", "vocabulary", "seq_len", "sequences"), 8
 )
@@ -112,7 +137,7 @@ GOOD: dict[str, Any] = {
     ("change", "message"),
     [
         ({"ffn": 0}, "ffn=0 is not a whole number of at least 1"),
-        ({"contenders": []}, "contenders=.*name at least one"),
+        ({"contenders": []}, "contenders=.*name at least one, "),
         ({"rates": ["quick"]}, "rate quick"),
         ({"workload": {**SIZES, "sequences": 1}}, "workload.sequences=1 for 2 ranks"),
         ({"workload": {**SIZES, "hidden": "wide"}}, "workload.hidden=wide is not"),
