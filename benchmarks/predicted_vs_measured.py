@@ -205,18 +205,24 @@ def compare(
     name: str, rank: int, world: int, transports: dict[Layout, P2PTransport], options: argparse.Namespace
 ) -> None:
     size, links = SIZES[name], RankLinks.over_default_group((0,) * world, CPU)
-    calibrations = [measured_rates(size, links, options)]
-    tried = list(cases(world))
-    jobs = [Job(case, size, rank, transports[case.layout]) for case in tried]
-    found: list[list[float]] = [[] for _ in tried]
-    for repetition in range(options.repeat + 1):
-        for number, job in enumerate(jobs):
-            seconds = seconds_of(job)
-            if repetition:  # the first one asks for buffers
-                found[number].append(seconds)
-    calibrations.append(measured_rates(size, links, options))
+    jobs = {case: Job(case, size, rank, transports[case.layout]) for case in cases(world)}
+    for job in jobs.values():
+        seconds_of(job)  # the first step asks for buffers
+    rounds = []
+    for _ in range(options.rounds):
+        calibration = measured_rates(size, links, options)
+        rounds.append((calibration, measured_steps(jobs, options.repeat)))
     if rank == 0:
-        report(name, world, calibrations, dict(zip(tried, found, strict=True)))
+        report(name, world, rounds)
+
+
+def measured_steps(jobs: dict[Case, Job], repeat: int) -> dict[Case, list[float]]:
+    """Seconds of steps, all cases in turn."""
+    found: dict[Case, list[float]] = {case: [] for case in jobs}
+    for _ in range(repeat):
+        for case, job in jobs.items():
+            found[case].append(seconds_of(job))
+    return found
 
 
 def measured_rates(size: Size, links: RankLinks, options: argparse.Namespace) -> Calibration:
@@ -231,26 +237,30 @@ def measured_rates(size: Size, links: RankLinks, options: argparse.Namespace) ->
     )
 
 
-def report(name: str, world: int, calibrations: list[Calibration], found: dict[Case, list[float]]) -> None:
-    """Measured over predicted, with the calibration before and with that behind the steps."""
-    lines = []
-    for calibration in calibrations:
-        cluster = calibration.cluster
+def report(name: str, world: int, rounds: list[tuple[Calibration, dict[Case, list[float]]]]) -> None:
+    """Measured over predicted: each round's steps with the calibration before them."""
+    lines = [f"{world} ranks, {name}: {rates(calibration)}" for calibration, _ in rounds]
+    for case in rounds[0][1]:
+        predicted = [case.predicted(calibration) for calibration, _ in rounds]
+        measured = [statistics.median(seconds[case]) for _, seconds in rounds]
+        ratios = sorted(one / other for one, other in zip(measured, predicted, strict=True))
+        every = [value * 1e3 for _, seconds in rounds for value in seconds[case]]
+        told, took = statistics.median(predicted) * 1e3, statistics.median(every)
         lines.append(
-            f"{world} ranks, {name}: {cluster.at_once:.2f} ranks compute at full speed at the same time; links "
-            f"{cluster.nvlink.gb_per_s:.2f} GB/s, {cluster.nvlink.latency_us:.0f} us, half at "
-            f"{cluster.nvlink.half_kib:.0f} KiB; "
-            + " ".join(f"{kind} {scale.factor:.2f}" for kind, scale in cluster.device.scales.items())
-        )
-    for case, seconds in found.items():
-        predicted = [case.predicted(calibration) for calibration in calibrations]
-        measured = statistics.median(seconds)
-        ratios = ", ".join(f"{measured / value:.2f}" for value in predicted)
-        lines.append(
-            f"{case}  predicted {predicted[0] * 1e3:7.1f} ms  measured {measured * 1e3:7.1f} ms "
-            f"({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})  measured / predicted {ratios}"
+            f"{case}  predicted {told:7.1f} ms  measured {took:7.1f} ms ({min(every):.1f} to {max(every):.1f})  "
+            f"measured / predicted {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
     print("\n".join(lines), flush=True)  # noqa: T201
+
+
+def rates(calibration: Calibration) -> str:
+    """What was measured."""
+    cluster, link = calibration.cluster, calibration.cluster.nvlink
+    scales = " ".join(f"{kind} {scale.factor:.2f}" for kind, scale in cluster.device.scales.items())
+    return (
+        f"{cluster.at_once:.2f} ranks at full speed at the same time; links {link.gb_per_s:.2f} GB/s, "
+        f"{link.latency_us:.0f} us, half at {link.half_kib:.0f} KiB; measured over estimated: {scales}"
+    )
 
 
 def free_port() -> int:
@@ -263,7 +273,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=LAYOUTS)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3, help="of a calibration and steps")
+    parser.add_argument("--repeat", type=int, default=3, help="steps of each case in a round")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds of a calibration")
     options = parser.parse_args()
     for world in options.ranks:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_afd.calibrate.sample_job import ONE_EACH, SampleJob
 from lightning_afd.calibrate.setting import Setting, Taken, Timed, Times
@@ -21,7 +22,7 @@ from lightning_afd.cost.traffic import load_of
 from lightning_afd.model.experts import ExpertShard, shard_experts
 from lightning_afd.model.sample import Sample
 from lightning_afd.model.split import MoELayer
-from lightning_afd.placement import Layout
+from lightning_afd.placement import Layout, split_sizes
 
 
 class Bench:
@@ -70,32 +71,48 @@ def _estimates(costs: StepCosts) -> Times:
 
 
 def _experts_times(sample: Sample, setting: Setting, layout: Layout, seconds: float) -> Times:
-    """One F rank's forward, input gradient and weight gradient of the rows of one micro-batch of all A ranks."""
-    layer, generator = sample.layers[0], torch.Generator().manual_seed(0)
-    owned = -(-layer.num_experts // layout.ffn)
-    shard = ExpertShard(_experts_of(layer, owned, setting), recompute=setting.choices.recompute_experts)
-    total = layout.attention * setting.batch.tokens
-    idx_TK = torch.rand(total, layer.num_experts, generator=generator).topk(layer.top_k).indices
-    idx_TK = idx_TK.where(idx_TK < owned, -1)
-    idx_TK = idx_TK[(idx_TK >= 0).any(1)].to(setting.device)
-    x_TH = torch.randn(len(idx_TK), sample.shape.hidden, generator=generator).to(setting.device, setting.dtype)
-    w_TK = torch.full(idx_TK.shape, 1 / layer.top_k, device=setting.device)
+    """One F rank's forward, input gradient and weight gradient of the rows of one micro-batch of all A ranks.
+
+    Layers take turns, as in a step, so that no weights stay in a cache that they would not be in there.
+    """
+    shards = [_shard_of(layer, setting, layout) for layer in sample.layers]
+    idx_TK, w_TK = _routes(sample.layers[0], setting, layout)
+    x_TH = torch.randn(len(idx_TK), sample.shape.hidden, generator=_generator()).to(setting.device, setting.dtype)
     taken = Taken()
     for repetition in setting.repetitions(seconds):
         timed = Timed(setting, taken if repetition else Taken())
-        saved = [timed("f", lambda: shard.forward(x_TH, idx_TK, w_TK))[1] for _ in range(setting.in_flight)]
-        pending = [timed("b", lambda one=one: shard.backward(one, x_TH))[2] for one in saved]
-        for one in pending:
-            timed("w", lambda one=one: shard.weight_gradient(one))
+        turns = shards * setting.in_flight
+        saved = [timed("f", partial(shard.forward, x_TH, idx_TK, w_TK))[1] for shard in turns]
+        pending = [timed("b", partial(shard.backward, one, x_TH))[2] for shard, one in zip(turns, saved, strict=True)]
+        for shard, one in zip(turns, pending, strict=True):
+            timed("w", partial(shard.weight_gradient, one))
     return {f"E{phase}": seconds for (_, _, phase), seconds in taken.typical().items()}
 
 
-def _experts_of(layer: MoELayer, owned: int, setting: Setting) -> nn.Module:
-    """A copy of a layer's experts with random weights, as many as one F rank has."""
+def _routes(layer: MoELayer, setting: Setting, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Local expert ids [T, K], -1 for those of other ranks, and weights [T, K] of the tokens that visit an F rank."""
+    chances = torch.rand(layout.attention * setting.batch.tokens, layer.num_experts, generator=_generator())
+    idx_TK = chances.topk(layer.top_k).indices
+    idx_TK = idx_TK.where(idx_TK < _owned(layer, layout), -1)
+    idx_TK = idx_TK[(idx_TK >= 0).any(1)].to(setting.device)
+    return idx_TK, torch.full(idx_TK.shape, 1 / layer.top_k, device=setting.device)
+
+
+def _shard_of(layer: MoELayer, setting: Setting, layout: Layout) -> ExpertShard:
+    """As many of a layer's experts as one F rank has, with random weights."""
     module = copy.deepcopy(layer.experts)
-    shard_experts(module, range(owned))
+    shard_experts(module, range(_owned(layer, layout)))
     generator = torch.Generator(setting.device).manual_seed(0)
     for name, parameter in list(module.named_parameters(recurse=False)):
         data = torch.empty(parameter.shape, dtype=setting.weight_dtype, device=setting.device)
         setattr(module, name, nn.Parameter(data.normal_(0.0, 0.02, generator=generator)))
-    return module
+    return ExpertShard(module, recompute=setting.choices.recompute_experts)
+
+
+def _owned(layer: MoELayer, layout: Layout) -> int:
+    """Experts of the F rank with most of them."""
+    return split_sizes(layer.num_experts, layout.ffn)[0]
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
