@@ -1,7 +1,7 @@
 """All layouts worth a thought, by the formula: the best few of them, each with its best way to run a step.
 
 Ranks that don't make any share smaller are left out, and layouts are looked at in the order of what their computation
-alone takes, until that is more than the time of the last of the best.
+or their NICs alone take, until that is more than the time of the last of the best.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lightning_afd.allocate.request import RUNGS, Candidate, Request, Rung
 from lightning_afd.allocate.simulated import Ordering, pass_seconds
 from lightning_afd.cost.compute import expert_seconds, segment_seconds
 from lightning_afd.cost.times import StepCosts, step_costs
+from lightning_afd.cost.transfers import least_nic_seconds
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.shape import Shape
@@ -101,11 +102,11 @@ def _candidate(run: _Run, rung: Rung, cost: tuple[StepCosts, Stages], nbytes: fl
 
 @dataclass(frozen=True, kw_only=True)
 class _Least:
-    """What computation alone takes on a layout, without any recomputation."""
+    """What computation or NICs alone take on a layout, without any recomputation."""
 
     layout: Layout
     seconds: float
-    """Of a step: the busier role."""
+    """Of a step: the busiest of both roles and their NICs."""
     way: float
     """Of one micro-batch through all layers and back: a pass takes at least so long."""
 
@@ -122,10 +123,12 @@ def _layouts(request: Request) -> Iterator[_Least]:
         for a in attention_sizes(request.parts, most):
             for f in ffn_sizes(experts, most + 1 - a.ranks):
                 layout = Layout(attention=a.ranks, ffn=f.ranks, groups=groups)
-                ffn = expert_seconds(request.job(layout, 1, RUNGS[0]), narrowest)
+                job = request.job(layout, 1, RUNGS[0])
+                ffn = expert_seconds(job, narrowest)
+                layer = max(sum(ffn.values()), least_nic_seconds(job, narrowest))
                 yield _Least(
                     layout=layout,
-                    seconds=request.per_replica(a.ranks) * max(attention / groups, sum(ffn.values()) * rounds),
+                    seconds=request.per_replica(a.ranks) * max(attention / groups, layer * rounds),
                     way=attention + len(model.moe) * (ffn["f"] + ffn["b"]),
                 )
 
