@@ -32,7 +32,7 @@ def best_candidates(request: Request, most: int = 10) -> list[Candidate]:
         if least.seconds > worst:
             break
         if not fitting.hopeless(least.layout):
-            tried = ways(request, fitting, least.layout, limit=worst / least.way)
+            tried = ways(request, fitting, least.layout, limit=Limit(seconds=worst, way=least.way))
             found += sorted(tried, key=lambda candidate: candidate.sort_key)[:1]
             found.sort(key=lambda candidate: candidate.sort_key)
     if not found:
@@ -40,21 +40,42 @@ def best_candidates(request: Request, most: int = 10) -> list[Candidate]:
     return found[:most]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What a way has to be faster than to be of interest."""
+
+    seconds: float = math.inf
+    way: float = 0.0
+    """Of a pass at least."""
+
+    def allows(self, run: _Run) -> bool:
+        """Whether a step may be quick enough with so many passes."""
+        return run.passes * self.way <= self.seconds
+
+    def excludes(self, stages: Stages, micro_batches: int) -> bool:
+        """Whether the busiest worker or link alone takes longer; with more recomputation it does so all the more."""
+        return micro_batches * stages.rounds * stages.busy > self.seconds
+
+
+NO_LIMIT = Limit()
+
+
 def ways(
-    request: Request, fitting: Fitting, layout: Layout, *, order: str = "af-pipe", limit: float = math.inf
+    request: Request, fitting: Fitting, layout: Layout, *, order: str = "af-pipe", limit: Limit = NO_LIMIT
 ) -> Iterator[Candidate]:
-    """Ways to run a step on a layout: for each amount of recomputation and length of runs the fewest passes that fit,
-    if they are not more than `limit`.
+    """Ways to run a step on a layout: for each amount of recomputation and length of runs the fewest passes that fit.
 
     Micro-batches in flight are bounded by memory; a pass of fewer of them fills and drains the pipeline more often.
     """
     for rung in request.rungs:
         sides = fitting.sides(layout, rung)
         possible = [run for run in _runs(request, fitting, layout, order) if _bytes(run, sides) <= fitting.limit]
-        fewest = {run.group: run for run in reversed(possible) if run.passes <= limit}
+        fewest = {run.group: run for run in reversed(possible) if limit.allows(run)}
         if fewest:
             costs = step_costs(request.job(layout, 1, rung))
             stages = Stages.of(costs)
+            if limit.excludes(stages, request.per_replica(layout.attention)):
+                return
             for run in fewest.values():
                 yield _candidate(run, rung, (costs, stages), _bytes(run, sides))
         if any(run.passes == 1 and run.group == 4 * layout.depth for run in possible):
