@@ -1,7 +1,7 @@
 """All layouts worth a thought, by the formula: the best few of them, each with its best way to run a step.
 
 Ranks that don't make any share smaller are left out, and layouts are looked at in the order of what their computation
-alone takes, until that is more than the time of the last of the best.
+or their NICs alone take, until that is more than the time of the last of the best.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lightning_afd.allocate.request import RUNGS, Candidate, Request, Rung
 from lightning_afd.allocate.simulated import Ordering, pass_seconds
 from lightning_afd.cost.compute import expert_seconds, segment_seconds
 from lightning_afd.cost.times import StepCosts, step_costs
+from lightning_afd.cost.transfers import least_nic_seconds
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.shape import Shape
@@ -31,7 +32,7 @@ def best_candidates(request: Request, most: int = 10) -> list[Candidate]:
         if least.seconds > worst:
             break
         if not fitting.hopeless(least.layout):
-            tried = ways(request, fitting, least.layout, limit=worst / least.way)
+            tried = ways(request, fitting, least.layout, limit=Limit(seconds=worst, way=least.way))
             found += sorted(tried, key=lambda candidate: candidate.sort_key)[:1]
             found.sort(key=lambda candidate: candidate.sort_key)
     if not found:
@@ -39,21 +40,42 @@ def best_candidates(request: Request, most: int = 10) -> list[Candidate]:
     return found[:most]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What a way has to be faster than to be of interest."""
+
+    seconds: float = math.inf
+    way: float = 0.0
+    """Of a pass at least."""
+
+    def allows(self, run: _Run) -> bool:
+        """Whether a step may be quick enough with so many passes."""
+        return run.passes * self.way <= self.seconds
+
+    def excludes(self, stages: Stages, micro_batches: int) -> bool:
+        """Whether the busiest worker or link alone takes longer; with more recomputation it does so all the more."""
+        return micro_batches * stages.rounds * stages.busy > self.seconds
+
+
+NO_LIMIT = Limit()
+
+
 def ways(
-    request: Request, fitting: Fitting, layout: Layout, *, order: str = "af-pipe", limit: float = math.inf
+    request: Request, fitting: Fitting, layout: Layout, *, order: str = "af-pipe", limit: Limit = NO_LIMIT
 ) -> Iterator[Candidate]:
-    """Ways to run a step on a layout: for each amount of recomputation and length of runs the fewest passes that fit,
-    if they are not more than `limit`.
+    """Ways to run a step on a layout: for each amount of recomputation and length of runs the fewest passes that fit.
 
     Micro-batches in flight are bounded by memory; a pass of fewer of them fills and drains the pipeline more often.
     """
     for rung in request.rungs:
         sides = fitting.sides(layout, rung)
         possible = [run for run in _runs(request, fitting, layout, order) if _bytes(run, sides) <= fitting.limit]
-        fewest = {run.group: run for run in reversed(possible) if run.passes <= limit}
+        fewest = {run.group: run for run in reversed(possible) if limit.allows(run)}
         if fewest:
             costs = step_costs(request.job(layout, 1, rung))
             stages = Stages.of(costs)
+            if limit.excludes(stages, request.per_replica(layout.attention)):
+                return
             for run in fewest.values():
                 yield _candidate(run, rung, (costs, stages), _bytes(run, sides))
         if any(run.passes == 1 and run.group == 4 * layout.depth for run in possible):
@@ -101,11 +123,11 @@ def _candidate(run: _Run, rung: Rung, cost: tuple[StepCosts, Stages], nbytes: fl
 
 @dataclass(frozen=True, kw_only=True)
 class _Least:
-    """What computation alone takes on a layout, without any recomputation."""
+    """What computation or NICs alone take on a layout, without any recomputation."""
 
     layout: Layout
     seconds: float
-    """Of a step: the busier role."""
+    """Of a step: the busiest of both roles and their NICs."""
     way: float
     """Of one micro-batch through all layers and back: a pass takes at least so long."""
 
@@ -122,10 +144,12 @@ def _layouts(request: Request) -> Iterator[_Least]:
         for a in attention_sizes(request.parts, most):
             for f in ffn_sizes(experts, most + 1 - a.ranks):
                 layout = Layout(attention=a.ranks, ffn=f.ranks, groups=groups)
-                ffn = expert_seconds(request.job(layout, 1, RUNGS[0]), narrowest)
+                job = request.job(layout, 1, RUNGS[0])
+                ffn = expert_seconds(job, narrowest)
+                layer = max(sum(ffn.values()), least_nic_seconds(job, narrowest))
                 yield _Least(
                     layout=layout,
-                    seconds=request.per_replica(a.ranks) * max(attention / groups, sum(ffn.values()) * rounds),
+                    seconds=request.per_replica(a.ranks) * max(attention / groups, layer * rounds),
                     way=attention + len(model.moe) * (ffn["f"] + ffn["b"]),
                 )
 

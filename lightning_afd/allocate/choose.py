@@ -23,7 +23,9 @@ class Effort:
     """How thoroughly to look."""
 
     layouts: int = 10
-    """That are simulated."""
+    """That are simulated, if the formula is not more than `slack` times that of the best one."""
+    slack: float = 1.25
+    """Far beyond what the formula is wrong by."""
     refined: int = 4
     """Of these, how many are simulated with all orders and the longest runs that fit; the best one with all runs."""
     solver: Solver = "auto"
@@ -33,7 +35,9 @@ class Effort:
 
 def choose(request: Request, effort: Effort) -> PlanChoice:
     """The best plan; raises PlanError where nothing fits into memory."""
-    ranked = sorted((simulated(request, c) for c in best_candidates(request, effort.layouts)), key=_key)
+    found = best_candidates(request, effort.layouts)
+    near = [c for c in found if c.formula_seconds <= effort.slack * found[0].formula_seconds]
+    ranked = sorted((simulated(request, candidate) for candidate in near), key=_key)
     for candidate in ranked[: effort.refined]:
         ranked += [simulated(request, way) for way in _others(request, candidate, ranked, longest=True)]
     ranked.sort(key=_key)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_afd.cost.job import Job
+from lightning_afd.cost.model import ExpertsShape
+from lightning_afd.cost.routing import visits
 from lightning_afd.cost.traffic import Side, Traffic, traffic
 from lightning_afd.schedule.actions import Action, Op, Phase
 
@@ -76,6 +78,19 @@ def slots_of(job: Job, layer: int) -> int:
     """Routing weights of a row: K, and one more where F ranks compute shared experts."""
     experts = job.model.moe[layer]
     return experts.top_k + (bool(experts.shared) and not job.shared_on_attention)
+
+
+def least_nic_seconds(job: Job, experts: ExpertsShape) -> float:
+    """What NICs are busy with at least for a layer and micro-batch, wherever the ranks are: rows of dispatch, or of its
+    answer, forward and backward, to all ranks of the other side but those of one node."""
+    cluster, layout, choices = job.cluster, job.layout, job.choices
+    node, owned = cluster.devices_per_node, experts.experts // layout.ffn
+    rows = visits(owned, experts.experts, experts.top_k)
+    if choices.dedup == "node":
+        rows = visits(min(experts.experts, owned * node), experts.experts, experts.top_k) / node
+    sides = (layout.attention - node) / choices.ffn_nics, (layout.ffn - 2 * node + 1) / choices.attention_nics
+    nbytes = 2 * job.batch.tokens * rows * row_bytes(job) * max(0.0, *sides)
+    return cluster.nic.busy_seconds(nbytes, 1, cluster.ports)
 
 
 def _exchange(job: Job, rows: Traffic, bytes_per_row: float, *, to_ffn: bool) -> ActionCost:

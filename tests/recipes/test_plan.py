@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import golden_plans
 import pytest
+from hydra import compose, initialize_config_module
 
 from lightning_afd.allocate.choice import PlanChoice
+from lightning_afd.allocate.choose import Effort, choose
+from lightning_afd.allocate.request import Request
 from lightning_afd.errors import PlanError
 from lightning_afd.recipes.cli import TOOLS
-from lightning_afd.recipes.plan import shape_fields
+from lightning_afd.recipes.plan import requested, shape_fields
 from lightning_afd.recipes.plan_report import packed
 
 SMALL = ("model=deepseek_v2_lite", "cluster.num_nodes=2", "data.global_batch=32", "groups=[1]", "candidates=2")
@@ -64,6 +68,41 @@ def test_wrong_settings_are_one_sentence(tmp_path: Path, settings: tuple[str, ..
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("model", ["deepseek_moe_paper", "qwen3_235b_a22b"])
+def test_plans_of_full_size_models_are_as_kept(model: str) -> None:
+    """Two of them, as each takes seconds; `python tests/golden_plans.py` makes all again, and git shows the rest."""
+    kept = (golden_plans.FOLDER / f"{model}.txt").read_text()
+    assert golden_plans.printed(model) == kept, f"if this is wanted: python tests/golden_plans.py {model}"
+
+
+def test_every_full_size_model_has_a_kept_plan_with_all_its_parts() -> None:
+    assert {file.stem for file in golden_plans.FOLDER.glob("*.txt")} == set(golden_plans.MODELS)
+    for file in golden_plans.FOLDER.glob("*.txt"):
+        text = file.read_text()
+        for part in ("Candidates", "Choice: ", "Verdict: ", "effective ridge point", "best A/F ratio"):
+            assert part in text, file
+        for changed in ("sequences of 2048 tokens", "sequences of 8192 tokens", "routing", "FFN ranks", "busiest FFN"):
+            assert changed in text, file
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_plan_for_this_machine(devices: int) -> None:
+    """A small model on a few processes; one has no room for two roles."""
+    settings = [f"cluster.devices_per_node={devices}", f"cluster.nics_per_node={devices}"]
+    found = choose(small_request(*settings), Effort(layouts=3))
+    assert found.best.layout.world <= devices
+    assert found.verdict.collocated
+    with pytest.raises(PlanError, match="need 2, but the cluster has 1"):
+        small_request("cluster.devices_per_node=1")
+
+
+def small_request(*settings: str) -> Request:
+    chosen = ["model=qwen3_moe_tiny", "cluster=local", "data.seq_len=128", "data.global_batch=16", "output_dir=."]
+    with initialize_config_module("lightning_afd.conf", version_base="1.3"):
+        found: Request = requested(compose("plan", overrides=[*chosen, *settings]))
+    return found
 
 
 def test_help_lists_settings(tmp_path: Path) -> None:
