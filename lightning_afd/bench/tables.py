@@ -159,6 +159,8 @@ def lines(section: Section) -> Iterator[str]:
     loss, count = section.disagreement, sum(one.same_weights for one in section.measured)
     verdict = "agree" if loss <= SAME_LOSS else "DO NOT AGREE"
     yield f"losses of {count} contenders {verdict} (largest relative difference {loss:.1e})"
+    if section.rate_problem:
+        yield section.rate_problem
     if section.foreign_cpu:
         yield f"CPU time of others per repetition: {Spread.of(section.foreign_cpu):.2f} s"
     if section.measured[0].advice:
