@@ -59,7 +59,7 @@ def parts(result: Result) -> Iterator[Grid | str]:
             yield contenders(section)
             yield from lines(section)
             yield stages(f"{section.measured[0].name}: ms per action or wait", section.measured[0].stages)
-    yield operators(result.sections, in_full=len(result.sections) <= IN_FULL)
+    yield operators(result.sections)
     yield EXPLANATION
     for section in result.sections:
         yield section.summary
@@ -177,23 +177,16 @@ def stages(title: str, kinds: Mapping[str, Mapping[str, float]]) -> Grid:
     return Grid(title=title, columns=("stage", "count", "P50", "P95", "P99"), rows=rows)
 
 
-def operators(sections: Sequence[Section], *, in_full: bool) -> Grid:
-    """Kinds of actions without communication, per section and role: P50, P95 and P99 or the first of them."""
-    shown = ("p50", "p95", "p99") if in_full else ("p50",)
+def operators(sections: Sequence[Section]) -> Grid:
+    """Kinds of actions without communication, per section and role."""
     kinds = sorted({kind for section in sections for one in section.operators.values() for kind in one})
     rows = tuple(
-        (section.title, role, *(_milliseconds(found[kind], shown) if kind in found else "-" for kind in kinds))
+        (section.title, role, *(f"{found[kind]['p50'] * 1e3:.2f}" if kind in found else "-" for kind in kinds))
         for section in sections
         for role, found in section.operators.items()
     )
-    title = (
-        f"Operators without communication, ms, {' / '.join(shown)} (A attention, E experts, T tail, D and C packing)"
-    )
+    title = "Operators without communication, P50 in ms (A attention, E experts, T tail, D and C packing)"
     return Grid(title=title, columns=("section", "rank", *kinds), rows=rows)
-
-
-def _milliseconds(figures: Mapping[str, float], shown: Sequence[str]) -> str:
-    return " / ".join(f"{figures[name] * 1e3:.2f}" for name in shown)
 
 
 def links(found: Sequence[Probe]) -> Grid:
