@@ -9,9 +9,9 @@ waits for a message, is its bubble: before its first action, behind its last one
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import ceil
+from math import ceil, inf
 from typing import TypeVar
 
 from lightning_afd.errors import ScheduleError
@@ -168,15 +168,28 @@ def usage_of(timeline: Timeline, waits: Sequence[Wait]) -> dict[int, Usage]:
 
 
 def _uncovered(reduces: Iterable[Reduce], spans: Sequence[Span]) -> float:
-    """Seconds of reduces in which their rank executes no action."""
+    """Seconds in which reduces are on their way and their rank executes no action."""
     ends, total = [span.end for span in spans], 0.0
-    for reduce in reduces:
-        total += reduce.seconds
-        for span in spans[bisect_left(ends, reduce.start) :]:
-            if span.start >= reduce.end:
+    for first, last in _joined(reduces):
+        total += last - first
+        for span in spans[bisect_left(ends, first) :]:
+            if span.start >= last:
                 break
-            total -= min(span.end, reduce.end) - max(span.start, reduce.start)
+            total -= min(span.end, last) - max(span.start, first)
     return total
+
+
+def _joined(reduces: Iterable[Reduce]) -> Iterator[tuple[float, float]]:
+    """Start and end of each time in which some are on their way: at the end of a step several are, at once."""
+    first = last = -inf
+    for reduce in sorted(reduces, key=lambda reduce: reduce.start):
+        if reduce.start > last:
+            if last > first:
+                yield first, last
+            first = reduce.start
+        last = max(last, reduce.end)
+    if last > first:
+        yield first, last
 
 
 def mean_usage(usages: Iterable[Usage]) -> Usage:

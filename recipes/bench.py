@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,6 +40,8 @@ def _job(config: DictConfig) -> None:
         code = _one_by_one(settings.output_dir, config.parts) if config.parts else _run(settings)
     except AFDError as error:
         fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted", 128 + signal.SIGINT)
     if code:
         sys.exit(code)
 

@@ -92,7 +92,15 @@ def test_usage_adds_up_to_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "exposed"),
-    [("9-9.5", 0), ("10-12", 2), ("9.5-12", 2), ("-1-1", 1), ("8-9 10-11 11-12", 2), ("10.25-10.5", 0.25)],
+    [
+        ("9-9.5", 0),
+        ("10-12", 2),
+        ("9.5-12", 2),
+        ("-1-1", 1),
+        ("8-9 10-11 11-12", 2),
+        ("10.25-10.5", 0.25),
+        ("10-12 10-11 9-11.5", 2),
+    ],
 )
 def test_reduces_count_where_nothing_else_happens(chunks: str, exposed: float) -> None:
     reduces = [chunk.rpartition("-") for chunk in chunks.split()]

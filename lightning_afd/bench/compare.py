@@ -17,7 +17,7 @@ from lightning_afd.bench.registry import Contender
 from lightning_afd.bench.result import Measured, Section
 from lightning_afd.regime import regime_of
 from lightning_afd.timeline import Span, Timeline
-from lightning_afd.waits import Quantiles, Wait, usage_of, waits_of
+from lightning_afd.waits import Quantiles, Usage, Wait, mean_usage, usage_of, waits_of
 
 BARE_STEPS = 15
 WARM_UP = 2
@@ -196,7 +196,7 @@ class Comparison:
             bounds=list(entry.bounds),
             bound_by=details.bound_by,
             step_bytes=details.step_bytes,
-            usage=details.usage,
+            usage=details.usage(),
             stages=details.stages(),
             overhead={role: seconds / step for role, seconds in bare.items()},
             advice=details.advice,
@@ -218,18 +218,23 @@ class Details:
         self._stages = Stages(step.plan.layers)
         self.bound_by = ""
         self.step_bytes = 0
-        self.usage: dict[str, dict[str, float]] = {}
+        self._usages: defaultdict[str, list[Usage]] = defaultdict(list)
         self.advice = ""
 
     def add(self, timeline: Timeline, step_bytes: int) -> None:
-        """One more step; shares and advice are those of the last one."""
+        """One more step; the advice is that of the last one."""
         waits = waits_of(timeline, self._shape)
         usage = usage_of(timeline, waits)
         self._stages.add(span for span in timeline.spans if timeline.lane(span) != "receive")
         self._stages.add_waits(waits)
-        self.usage = {timeline.layout.name_of(rank): one.shares() for rank, one in usage.items()}
+        for rank, one in usage.items():
+            self._usages[timeline.layout.name_of(rank)].append(one)
         self.advice = regime_of(timeline, usage).advice
         self.step_bytes = max(self.step_bytes, step_bytes)
+
+    def usage(self) -> dict[str, dict[str, float]]:
+        """Shares of the step by rank, on the average of all steps."""
+        return {rank: mean_usage(usages).shares() for rank, usages in self._usages.items()}
 
     def stages(self) -> dict[str, dict[str, float]]:
         """Of all its steps."""

@@ -39,6 +39,18 @@ def parse_condition(text: str) -> Condition:
     return Condition(rate=bits_of(rate), rank=int(match[1]), its_rate=its_rate, its_share=share / 100)
 
 
+def plain_rate(text: str) -> float | None:
+    """Bits per second of all links alike; None where there is no limit, or a rank that is different.
+
+    For other texts, which name no condition, it is None, too.
+    """
+    try:
+        condition = parse_condition(text)
+    except PlanError:
+        return None
+    return condition.rate if condition.rank is None else None
+
+
 def bits_of(rate: str) -> float | None:
     """Bits per second; None for a link without limit. Raises PlanError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)

@@ -92,7 +92,8 @@ def _draw_map(result: Result, path: Path) -> None:
     axes.imshow(powers, cmap="PuOr_r", vmin=-STRONG, vmax=STRONG, aspect="auto")
     for y, row in enumerate(ratios):
         for x, ratio in enumerate(row):
-            axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8)
+            color = "white" if abs(log2(ratio)) > 0.6 * STRONG else "black"
+            axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(others)), others, fontsize=8)
     axes.set_yticks(range(len(sections)), [section.title for section in sections], fontsize=8)
     axes.set_title(

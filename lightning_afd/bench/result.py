@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_afd.bench.conditions import plain_rate
 from lightning_afd.bench.ratios import Spread, disagreement, paired
 from lightning_afd.bench.settings import title_of
 
+LEAST_RATE, MOST_RATE = 0.85, 1.05
+"""Of the rate of a link that was asked for: what plain messages reach."""
 SAME_LOSS = 1e-4
 """By how much losses of equal steps may differ, relative: sums in float32 have other orders."""
 
@@ -78,6 +81,15 @@ class Section:
         """How many times as long as the first contender's a step of this one takes, in pairs of one repetition."""
         by_name = {one.name: one for one in self.measured}
         return paired(by_name[name].seconds, self.measured[0].seconds)
+
+    @property
+    def rate_problem(self) -> str:
+        """What is wrong with the rate of links that was asked for, if anything: TCP over Ethernet gets 0.957 of it."""
+        asked = plain_rate(self.rate)
+        found = Spread.of([8 * rate for rate in self.link_rates]).median
+        if asked is None or LEAST_RATE * asked < found < MOST_RATE * asked:
+            return ""
+        return f"links have {found / 1e9:.3f} Gbit/s, and {asked / 1e9:.3f} was asked for: do not believe this table"
 
     @property
     def disagreement(self) -> float:

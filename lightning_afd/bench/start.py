@@ -63,8 +63,9 @@ def start(what: Start) -> int:
         if failed is None:
             return 0
         _wait_a_little(ranks, what.patience)
-        _tell(failed, what.logs)
-        return _code(ranks[failed].returncode)
+        code = _code(ranks[failed].returncode)
+        _tell(failed, code, what.logs)
+        return code
 
 
 @contextmanager
@@ -183,11 +184,10 @@ def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> 
         time.sleep(LOOK)
 
 
-def _tell(rank: int, logs: Path) -> None:
-    """Show the end of a rank's log; the first rank has shown it already."""
-    if rank:
-        text = _log(logs, rank).read_text(errors="replace").strip()
-        sys.stderr.write(f"rank {rank} failed:\n{text[-4000:]}\n")
+def _tell(rank: int, code: int, logs: Path) -> None:
+    """Who ended first, and the end of its log; rank 0 has shown its own."""
+    text = _log(logs, rank).read_text(errors="replace").strip() if rank else ""
+    sys.stderr.write(f"rank {rank} ended first, with exit code {code}\n{text[-4000:]}{chr(10) if text else ''}")
 
 
 def _code(returncode: int) -> int:

@@ -16,8 +16,9 @@ TEXTS = ("contender", "plan", "bound by", "stage", "section", "link", "kind", "r
 EXPLANATION = (
     "Medians, and quartiles in brackets. x first: paired ratios of the step to that of the first contender. x its "
     "bound: step over max(computation alone, bytes / link rate), measured in the same repetition. MB: bytes of a step "
-    "in the busiest direction of a rank. waits: share of the step in which ranks wait for messages. engine: the "
-    "engine's own work over the step, on the busier role. memory: MB by which a rank grows at most during a step."
+    "in the busiest direction of a rank. waits, bubble: shares of the step in which ranks wait for messages, or are "
+    "idle. engine: the engine's own work over the step, on the busier role. memory: MB by which a rank grows "
+    "at most during a step."
 )
 
 
@@ -89,7 +90,8 @@ def contenders(section: Section) -> Grid:
             one.bound_by or "-",
             f"{one.step_bytes / 1e6:.1f}" if one.step_bytes else "-",
             f"{one.losses[-1]:.5f}",
-            f"{_waits(one):.0%}" if one.usage else "-",
+            _share(one, "exposed"),
+            _share(one, "bubble"),
             f"{max(one.overhead.values()):.1%}" if one.overhead else "-",
             _memory(one),
         )
@@ -111,7 +113,15 @@ def overview(sections: Sequence[Section]) -> Grid:
         rows.append(
             (section.title, step, f"{bound.median:.2f}" if bound else "-", section.measured[0].bound_by, *cells)
         )
-    columns = ("section", f"{first}, s", "x its bound", "bound by", *(f"{name} / {first}" for name in names[1:]))
+    columns = (
+        "section",
+        f"{first}, s",
+        "x its bound",
+        "bound by",
+        "waits",
+        "bubble",
+        *(f"{name} / {first}" for name in names[1:]),
+    )
     return Grid(title=f"Steps of {first}, and how many times as long others take", columns=columns, rows=tuple(rows))
 
 
@@ -130,9 +140,10 @@ def _memory(one: Measured) -> str:
     return " / ".join(f"{nbytes / 1e6:.1f}" for nbytes in one.memory.values()) or "-"
 
 
-def _waits(one: Measured) -> float:
-    """Share of the step, on the average of the ranks."""
-    return sum(usage["exposed"] for usage in one.usage.values()) / len(one.usage)
+def _share(one: Measured, part: str) -> str:
+    """Of the step, on the average of the ranks."""
+    shares = [usage[part] for usage in one.usage.values()]
+    return f"{sum(shares) / len(shares):.0%}" if shares else "-"
 
 
 def heading(section: Section) -> str:
@@ -148,6 +159,8 @@ def lines(section: Section) -> Iterator[str]:
     loss, count = section.disagreement, sum(one.same_weights for one in section.measured)
     verdict = "agree" if loss <= SAME_LOSS else "DO NOT AGREE"
     yield f"losses of {count} contenders {verdict} (largest relative difference {loss:.1e})"
+    if section.rate_problem:
+        yield section.rate_problem
     if section.foreign_cpu:
         yield f"CPU time of others per repetition: {Spread.of(section.foreign_cpu):.2f} s"
     if section.measured[0].advice:
@@ -165,19 +178,15 @@ def stages(title: str, kinds: Mapping[str, Mapping[str, float]]) -> Grid:
 
 
 def operators(sections: Sequence[Section]) -> Grid:
-    """Kinds of actions without communication, P50 / P99, per section and role."""
+    """Kinds of actions without communication, per section and role."""
     kinds = sorted({kind for section in sections for one in section.operators.values() for kind in one})
     rows = tuple(
-        (section.title, role, *(_p50_p99(found[kind]) if kind in found else "-" for kind in kinds))
+        (section.title, role, *(f"{found[kind]['p50'] * 1e3:.2f}" if kind in found else "-" for kind in kinds))
         for section in sections
         for role, found in section.operators.items()
     )
-    title = "Single operators without communication, ms, P50 / P99 (A attention, E experts, T tail, D and C packing)"
+    title = "Operators without communication, P50 in ms (A attention, E experts, T tail, D and C packing)"
     return Grid(title=title, columns=("section", "rank", *kinds), rows=rows)
-
-
-def _p50_p99(figures: Mapping[str, float]) -> str:
-    return f"{figures['p50'] * 1e3:.2f} / {figures['p99'] * 1e3:.2f}"
 
 
 def links(found: Sequence[Probe]) -> Grid:

@@ -64,6 +64,22 @@ def test_section_says_how_fast_the_first_one_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rate", "measured", "problem"),
+    [
+        ("500mbit", 0.479e9, False),
+        ("500mbit", 3e9, True),
+        ("500mbit; rank 1 at 100mbit", 0.096e9, False),
+        ("500mbit; rank 1 slowed to 50%", 0.2e9, False),
+        ("unshaped", 9e9, False),
+        ("network as it is", 9e9, False),
+    ],
+)
+def test_links_must_have_their_rates(rate: str, measured: float, problem: bool) -> None:
+    section = Section(rate=rate, measured=[], link_rates=[measured / 8], compute={})
+    assert bool(section.rate_problem) == problem
+
+
+@pytest.mark.parametrize(
     "name", ["afd", "afd:8", "afd/zero-bubble:8", "ep", "ep+nodedup", "flowmoe:2+nodedup", "experts-only"]
 )
 def test_names_parse_back(name: str) -> None:

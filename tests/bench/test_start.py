@@ -64,7 +64,7 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
 
 def test_the_first_rank_that_fails_ends_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert begin(FAIL, tmp_path) == 1
-    assert capsys.readouterr().err == "rank 1 failed:\nit broke\n"
+    assert capsys.readouterr().err == "rank 1 ended first, with exit code 1\nit broke\n"
 
 
 @needs_root
