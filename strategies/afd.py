@@ -75,6 +75,7 @@ class AFDStrategy(StoppingStrategy):
         refuse_options_of_separate_ranks(options, self.strategy_name)
         self.config = self.config_type(**own)
         super().__init__(timeout=self.config.timeout, weights_only=self.config.weights_only, **options)
+        self.nics = self.config.nics
         self.engine: Engine | None = None
         self._driver: Driver | None = None
         self._hooks: UserHooks | None = None

@@ -15,6 +15,7 @@ from lightning_afd.placement import HEADS, Grouped, Groups, Head, Layout, as_gro
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import ORDERS, Knobs
 from lightning_afd.schedule.together import TOGETHER_ORDERS
+from lightning_afd.strategies.nics import NicsOfRoles, checked_nics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,13 @@ class TrainingConfig:
     gradients are the same but for rounding: with three or more attention ranks per group, the order in which a sum adds
     its terms depends on the size of a message, so that a tuned job is not repeated bit for bit.
     """
+    nics: NicsOfRoles | Literal["auto"] | None = "auto"
+    """Names of the NICs of each role on every node, {"A": ["mlx5_0"], "F": ["mlx5_1", "mlx5_2"]}, which ranks of that
+    role divide among themselves; "auto" divides a node's NICs as the plan says, if it gives one role more of them.
+
+    Variables of NCCL and gloo that are set (NCCL_IB_HCA, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) hold instead, and None
+    sets none.
+    """
     weights_only: bool = True
     """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
@@ -82,6 +90,7 @@ class TrainingConfig:
             raise MisconfigurationException(
                 f"trace={self.trace}: choose 0 (off) or every how many steps one is recorded"
             )
+        checked_nics(self.nics)
         if self.reduce_chunk_bytes not in (None, "auto") and self.reduce_chunk_bytes < 1:
             raise MisconfigurationException(
                 f"reduce_chunk_bytes={self.reduce_chunk_bytes}: choose 'auto', None or a number of bytes from 1 on"
