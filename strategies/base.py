@@ -18,7 +18,7 @@ from lightning_afd.placement import Layout
 from lightning_afd.strategies.failure import FailureBoard, Patience
 from lightning_afd.strategies.forks import OwnSockets
 from lightning_afd.strategies.launcher import Ranks, WatchingLauncher
-from lightning_afd.strategies.nics import NicsOfRoles, NodeRanks, apply_nics, wanted_nics
+from lightning_afd.strategies.nics import NicsOfRoles, NodeRanks, apply_nics, make_reachable, wanted_nics
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
@@ -140,6 +140,8 @@ class RankedStrategy(ParallelStrategy):
         ranks = range(first, first + self.num_processes)
         node = NodeRanks(roles=tuple(self.layout.worker_of(r).role for r in ranks), local_rank=self.local_rank)
         apply_nics(wanted_nics(self.nics, self.nic_shares, node), node, str(self._backend))
+        if self.num_nodes > 1 and self.cluster_environment is not None:
+            make_reachable(self.cluster_environment.main_address)
 
     def _connect(self) -> None:
         """Collective: the groups in which the ranks talk during a step."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,10 @@ from lightning_afd.placement import Role
 
 NicsOfRoles = Mapping[str, Sequence[str]]
 """Names of the NICs of A and of F ranks, on every node."""
+ANYWHERE = "192.0.2.1"
+"""An address outside of every network (RFC 5737): the way there is the default route. Nothing is sent."""
+SIOCGIFADDR = 0x8915
+"""Linux' question for the address of an interface."""
 IB, SOCKETS, GLOO = "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
 
@@ -86,6 +92,52 @@ def _variable(names: Sequence[str], node: NodeRanks, backend: str) -> str:
     if "nccl" not in backend:
         return GLOO
     return IB if set(names) <= set(infiniband_devices(node.sysfs)) else SOCKETS
+
+
+def make_reachable(first_host: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Give gloo the interface towards the job's first host where this host's name would lead others to themselves.
+
+    gloo announces the address of the host's name. Where that is 127.0.0.1, as many systems have it in /etc/hosts, a
+    rank of another host connects to itself and waits until it gives up.
+    """
+    if environment.get(GLOO) or not _is_local(_address_of(socket.gethostname())):
+        return
+    ways = (_interface_towards(address) for address in (first_host, ANYWHERE))
+    if way := next(filter(None, ways), None):
+        environment[GLOO] = way
+        rank_zero_info(f"{socket.gethostname()} is a loopback address here: ranks are reached by {way} ({GLOO})")
+
+
+def _address_of(host: str) -> str:
+    """Empty where the name is not known, which to gloo is the same as loopback."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return ""
+
+
+def _is_local(address: str) -> bool:
+    return not address or address.startswith("127.")
+
+
+def _interface_towards(host: str) -> str | None:
+    """The interface by which packets to a host leave; that of its address where it is this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing, but chooses a way
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        names = (name for _, name in socket.if_nameindex() if _has_address(probe, name, own))
+        return None if _is_local(own) else next(names, None)
+
+
+def _has_address(probe: socket.socket, interface: str, address: str) -> bool:
+    try:
+        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:
+        return False
+    return socket.inet_ntoa(answer[20:24]) == address
 
 
 def checked_nics(nics: object) -> None:
