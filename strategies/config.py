@@ -11,7 +11,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.model.shared import PLACES, SharedPlace
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.placement import HEADS, Grouped, Groups, Head, Layout, as_groups
+from lightning_afd.placement import HEADS, NEIGHBOURS, Grouped, Groups, Head, Layout, Neighbours, as_groups
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import ORDERS, Knobs
 from lightning_afd.schedule.together import TOGETHER_ORDERS
@@ -123,6 +123,13 @@ class AFDConfig(TrainingConfig, Grouped):
     """Interleaved groups of each role, or a pair: (attention groups, ffn groups)."""
     head: Head = "attention"
     """Which ranks run what lies behind the last MoE layer (norm, head, loss): "attention" or "ffn"."""
+    neighbours: Neighbours = "roles"
+    """Which ranks share a node, as launchers fill one node after another: "roles", attention ranks first, or "groups",
+    both roles of group 0 in turn, then those of group 1.
+
+    With "groups" each node has both roles, and part of what they send each other stays inside the node; with "roles"
+    gradients of attention ranks are summed on as few nodes as possible.
+    """
     order: str = "af-pipe"
     """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
     micro_batch_group: int | Literal["auto"] = "auto"
@@ -158,6 +165,7 @@ class AFDConfig(TrainingConfig, Grouped):
         super().__post_init__()
         check_choice("order", self.order, ORDERS)
         check_choice("head", self.head, HEADS)
+        check_choice("neighbours", self.neighbours, NEIGHBOURS)
         check_choice("shared_experts", self.shared_experts, PLACES)
         check_choice("optimizer_sharding", self.optimizer_sharding, ("none", "torch"))
         check_choice("fallback", self.fallback, ("collocated", "error"))
@@ -208,7 +216,9 @@ class AFDConfig(TrainingConfig, Grouped):
         """The layout of a job with `world` ranks; raises MisconfigurationException where they do not fit."""
         attention, ffn = self._sizes(world)
         try:
-            layout = Layout(attention=attention, ffn=ffn, groups=self.groups, head=self.head)
+            layout = Layout(
+                attention=attention, ffn=ffn, groups=self.groups, head=self.head, neighbours=self.neighbours
+            )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from None
         if layout.world != world:

@@ -10,25 +10,30 @@ import pickle
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from cases import join
 from cluster_script import fit
 from fits import State, worst
 from pool import RankPool
+from sysfs import Sysfs
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
 
 from lightning_afd.bench.namespaces import Network, network
-from lightning_afd.strategies.nics import _address_of, _is_local
+from lightning_afd.strategies import base
+from lightning_afd.strategies.nics import NodeRanks, _address_of, _is_local
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 Result = tuple[list[float], State]
 Options = tuple[dict[str, Any], ...]
-LAYOUTS: Options = ({}, {"groups": 2}, {"attention": 3, "ffn": 1})
+LAYOUTS: Options = ({"neighbours": "groups"}, {"groups": 2}, {"attention": 3, "ffn": 1, "neighbours": "groups"})
 OF_THE_POOL = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
@@ -38,8 +43,8 @@ CLONE_NEWNET = 0x40000000
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
-    """Two hosts."""
-    with network(2) as made:
+    """Two hosts with two NICs each."""
+    with network(2, nics=2) as made:
         yield made
 
 
@@ -65,6 +70,12 @@ def inside(namespace: str) -> Iterator[None]:
             yield
         finally:
             enter(home)
+
+
+def on_nics(namespaces: list[str], variables: list[Mapping[str, str]], options: Options, sysfs: Path) -> list[Result]:
+    """`on_hosts`, where the NICs of this machine are those in `sysfs`."""
+    with patch.object(base, "NodeRanks", partial(NodeRanks, sysfs=sysfs)):
+        return on_hosts(namespaces, variables, options)
 
 
 def on_hosts(namespaces: list[str], variables: list[Mapping[str, str]], options: Options) -> list[Result]:
@@ -136,18 +147,37 @@ def test_a_host_whose_name_is_its_loopback_address_is_reached(pool: RankPool, ne
     compare([results[0] for results in run_on_hosts(pool, net, by_hand, LAYOUTS[:1], bare=True)], alone)
 
 
+@pytest.mark.parametrize("nic", ["eth0", "eth1"])
+def test_messages_pass_the_chosen_nic(pool: RankPool, net: Network, alone: Result, tmp_path: Path, nic: str) -> None:
+    for name in net.hosts[0].nics:
+        Sysfs(tmp_path).interface(name)
+    other = next(name for name in net.hosts[0].nics if name != nic)
+    before = {name: bytes_out(net, name) for name in (nic, other)}
+    namespaces = [host.namespace for host in net.hosts]
+    options = ({"nics": {"A": [nic], "F": [nic]}},)
+    ranks = pool.run(on_nics, 4, namespaces, variables_of(net, by_hand, bare=True), options, tmp_path)
+    compare([results[0] for results in ranks], alone)
+    sent = {name: min(b - a for a, b in zip(before[name], bytes_out(net, name), strict=True)) for name in before}
+    assert sent[nic] > 100_000 and sent[nic] > 3 * sent[other]
+
+
 def run_on_hosts(
     pool: RankPool, net: Network, launcher: Any, options: Options, *, bare: bool = False
 ) -> list[list[Result]]:
     """Results by rank; `bare`: without the names of interfaces."""
+    return pool.run(
+        on_hosts, 4, [host.namespace for host in net.hosts], variables_of(net, launcher, bare=bare), options
+    )
+
+
+def variables_of(net: Network, launcher: Any, *, bare: bool) -> list[dict[str, str]]:
+    """By rank."""
     variables = [net.environment(net.hosts[rank // 2]) | launcher(rank) for rank in range(4)]
-    if bare:
-        variables = [{k: v for k, v in own.items() if not k.endswith("_IFNAME")} for own in variables]
-    return pool.run(on_hosts, 4, [host.namespace for host in net.hosts], variables, options)
+    return [{k: v for k, v in own.items() if not (bare and k.endswith("_IFNAME"))} for own in variables]
 
 
-def bytes_out(net: Network) -> list[int]:
-    return [host.counters(host.nics[0])[0] for host in net.hosts]
+def bytes_out(net: Network, nic: str = "eth0") -> list[int]:
+    return [host.counters(nic)[0] for host in net.hosts]
 
 
 def compare(results: list[Result], alone: Result) -> None:
