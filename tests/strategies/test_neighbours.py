@@ -47,7 +47,7 @@ def module() -> Predicting:
 
 def train(run: Run, strategy: dict[str, Any], steps: int, start: Path | None, end: Path | None) -> tuple[State, Any]:
     """Weights after so many steps, and what is predicted then."""
-    trainer, own = run.trainer(strategy, max_steps=steps), module()
+    trainer, own = run.trainer(strategy, max_steps=steps, use_distributed_sampler=True), module()
     trainer.fit(own, ckpt_path=start)
     if end is not None:
         trainer.save_checkpoint(end)
