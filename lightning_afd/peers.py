@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_afd.placement import Layout, Worker
@@ -42,11 +43,11 @@ class Peers:
         owner = self.shape.attention if worker.role == "A" else self.shape.experts
         return tuple(layer for layer in range(self.shape.layers) if owner(layer) == worker)
 
-    def expert_ranks(self, layer: int) -> range:
+    def expert_ranks(self, layer: int) -> Sequence[int]:
         """F ranks of a layer."""
         return self.layout.ranks_of(self.shape.experts(layer))
 
-    def attention_ranks(self, segment: int) -> range:
+    def attention_ranks(self, segment: int) -> Sequence[int]:
         """A ranks of a segment, by replica."""
         return self.layout.ranks_of(self.shape.attention(segment))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from lightning_afd.errors import PlanError
@@ -14,6 +15,9 @@ ROLES: tuple[Role, Role] = ("A", "F")
 Head = Literal["attention", "ffn"]
 """Whose ranks run the tail of the user's step: what lies behind the last MoE layer (norm, head, loss)."""
 HEADS: tuple[Head, ...] = ("attention", "ffn")
+Neighbours = Literal["roles", "groups"]
+"""Which ranks have consecutive numbers, and so mostly one node: those of a role, or both roles of a group in turn."""
+NEIGHBOURS: tuple[Neighbours, ...] = ("roles", "groups")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -93,8 +97,10 @@ class Layout(Grouped):
     """How the world is divided: `groups` times (`attention` A ranks + `ffn` F ranks), or a pair of `groups`, (a, f):
     a times `attention` A ranks + f times `ffn` F ranks.
 
-    A ranks come first, so that rank 0, which owns loggers and progress bars, is an A rank. In a collocated layout each
-    rank is both: A rank r of the A group and F rank r of the F group.
+    Rank 0, which owns loggers and progress bars, is the first A rank. Launchers number the ranks of one node after
+    those of another, so that `neighbours` says which share a node: all A ranks come before all F ranks, or group 0,
+    with both roles in turn, comes before group 1. In a collocated layout each rank is both: A rank r of the A group and
+    F rank r of the F group.
     """
 
     attention: int
@@ -107,6 +113,8 @@ class Layout(Grouped):
     """Role of the ranks that run the tail."""
     collocated: bool = False
     """Whether the A group and the F group are the same ranks."""
+    neighbours: Neighbours = "roles"
+    """Which ranks have consecutive numbers."""
 
     @classmethod
     def together(cls, ranks: int) -> Layout:
@@ -116,6 +124,8 @@ class Layout(Grouped):
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise PlanError(f"head={self.head!r}: choose one of {', '.join(HEADS)}")
+        if self.neighbours not in NEIGHBOURS:
+            raise PlanError(f"neighbours={self.neighbours!r}: choose one of {', '.join(NEIGHBOURS)}")
         object.__setattr__(self, "groups", as_groups(self.groups))
         for name in ("attention", "ffn"):
             if getattr(self, name) < 1:
@@ -130,7 +140,7 @@ class Layout(Grouped):
                 f"a collocated layout with attention={self.attention} and ffn={self.ffn}: its ranks have both roles, "
                 "so use the same number"
             )
-        for name, only in (("groups", 1), ("head", "attention")):
+        for name, only in (("groups", 1), ("head", "attention"), ("neighbours", "roles")):
             if getattr(self, name) != only:
                 raise PlanError(
                     f"a collocated layout cannot have {name}={getattr(self, name)!r}, as each of its ranks holds all "
@@ -142,12 +152,29 @@ class Layout(Grouped):
         apart = self.attention_groups * self.attention + self.ffn_groups * self.ffn
         return self.attention if self.collocated else apart
 
-    def ranks_of(self, worker: Worker) -> range:
-        """Global ranks of a worker group, in the order of their index."""
+    def ranks_of(self, worker: Worker) -> Sequence[int]:
+        """Global ranks of a worker group, in the order of their index and of their numbers."""
+        if self.neighbours == "groups":
+            return self._mixed[worker]
         size = self.attention if worker.role == "A" else self.ffn
         before = 0 if worker.role == "A" or self.collocated else self.attention_groups * self.attention
         start = worker.group * size + before
         return range(start, start + size)
+
+    @cached_property
+    def _mixed(self) -> dict[Worker, tuple[int, ...]]:
+        """Ranks by worker where those of a group are neighbours: roles take turns, in proportion in every stretch."""
+        found: dict[Worker, list[int]] = {worker: [] for worker in self.workers()}
+        before = 0
+        for group in range(max(self.attention_groups, self.ffn_groups)):
+            a, f = Worker("A", group), Worker("F", group)
+            attention, ffn = self.attention * (a in found), self.ffn * (f in found)
+            both = attention + ffn
+            for place in range(both):
+                is_attention = -(-(place + 1) * attention // both) > -(-place * attention // both)
+                found[a if is_attention else f].append(before + place)
+            before += both
+        return {worker: tuple(ranks) for worker, ranks in found.items()}
 
     def workers_of(self, rank: int) -> tuple[Worker, ...]:
         """The groups that a global rank belongs to: one, or both of a collocated layout."""
@@ -181,7 +208,7 @@ class Layout(Grouped):
         """The data replicas whose tails a rank runs."""
         return tuple(replica for replica in range(self.attention) if self.tail_rank(replica) == rank)
 
-    def copies_of(self, rank: int) -> range:
+    def copies_of(self, rank: int) -> Sequence[int]:
         """The ranks that hold the same dense parameters as this one, by their order: all whose gradients are summed.
 
         These are an A group or an F group (which may hold shared experts); the F ranks with tails are apart from

@@ -87,20 +87,28 @@ class LocalJob:
     def run(
         self, work: Sequence[Sequence[UserStep]], *, tails: Sequence[Sequence[UserStep]] = (), training: bool = True
     ) -> list[list[Any]]:
-        """One step of all ranks, with `work[r]` on A rank r and, where F ranks run tails, `tails[a]` for replica a.
+        """One step of all ranks, with `work` on the A ranks, those of group 0 first, and, where F ranks run tails,
+        `tails[a]` for replica a.
 
         Returns what the steps returned whose end was reached, by replica.
         """
 
+        work_of = dict(zip(self._attention_ranks, work, strict=False))
+
         def rank_step(rank: int) -> list[Any]:
             engine = self.engines[rank]
-            steps = work[rank] if engine.is_attention else []
+            steps = work_of[rank] if engine.is_attention else []
             count = engine.agree(len(steps), 0.0).micro_batches
             hosted = [] if engine.is_attention else [tails[replica] for replica in engine.replicas_of_tails]
             return engine.run(steps, count, training=training, tails=hosted)
 
         results = self._on_all(rank_step)
         return [self._results_of(replica, results) for replica in range(self.layout.attention)]
+
+    @property
+    def _attention_ranks(self) -> list[int]:
+        """All A ranks, those of group 0 first."""
+        return [rank for worker in self.layout.workers() if worker.role == "A" for rank in self.layout.ranks_of(worker)]
 
     def _results_of(self, replica: int, results: list[list[Any]]) -> list[Any]:
         rank = self.layout.tail_rank(replica)
@@ -119,7 +127,7 @@ class LocalJob:
         def steps(rank: int, replica: int) -> list[UserStep]:
             return [self._user_step(rank, ids, labels(ids) / total) for ids in batches[replica]]
 
-        work = [steps(rank, layout.index_of(rank)) for rank in range(layout.attention_groups * layout.attention)]
+        work = [steps(rank, layout.index_of(rank)) for rank in self._attention_ranks]
         tails = [steps(layout.tail_rank(replica), replica) for replica in range(layout.attention)]
         for gradients in self._gradients:
             gradients.begin(last=True)

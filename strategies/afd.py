@@ -75,6 +75,7 @@ class AFDStrategy(StoppingStrategy):
         refuse_options_of_separate_ranks(options, self.strategy_name)
         self.config = self.config_type(**own)
         super().__init__(timeout=self.config.timeout, weights_only=self.config.weights_only, **options)
+        self.nics = self.config.nics
         self.engine: Engine | None = None
         self._driver: Driver | None = None
         self._hooks: UserHooks | None = None
@@ -178,7 +179,7 @@ class AFDStrategy(StoppingStrategy):
         self._listen(trainer)
         size = ChunkSize(self.config.reduce_chunk_bytes, self.tuning, self.engine, lambda: self.checkpoint_notes)
         self._driver = Driver(self.engine, module, self.seeds, self._wish, size)
-        self._tracer = Tracer(self.engine, self.config.trace, str(self._backend))
+        self._tracer = Tracer(self.engine, self.config.trace, str(self._backend), reads_nics=self.local_rank == 0)
         assert self._groups is not None
         self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)
         self._judge_gradients(self.engine, module)

@@ -13,10 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_afd.namespace import MisconfigurationException, ParallelStrategy, namespace_of
+from lightning_afd.nics import NicShares
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.failure import FailureBoard, Patience
 from lightning_afd.strategies.forks import OwnSockets
 from lightning_afd.strategies.launcher import Ranks, WatchingLauncher
+from lightning_afd.strategies.nics import NicsOfRoles, NodeRanks, apply_nics, make_reachable, wanted_nics
 from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
@@ -33,6 +35,10 @@ class RankedStrategy(ParallelStrategy):
     layout: Layout
     patience = Patience()
     """Seconds that a failing job gives its ranks to stop by themselves."""
+    nics: NicsOfRoles | str | None = None
+    """NICs of each role by name, "auto" for what a plan says, or None."""
+    nic_shares: NicShares | None = None
+    """What a plan says, if there is one."""
 
     def __init__(
         self,
@@ -116,6 +122,7 @@ class RankedStrategy(ParallelStrategy):
         self._check_world()
         distributed = lightning.fabric("utilities.distributed")
         self._backend = self._backend or distributed._get_default_process_group_backend_for_device(self.root_device)
+        self._choose_nics()
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device
         # Ranks of many hosts start at different times, and Lightning's own collectives wait for validation and disks.
@@ -126,6 +133,15 @@ class RankedStrategy(ParallelStrategy):
             self._failed = False
             self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
             self.guarded(self._connect)
+
+    def _choose_nics(self) -> None:
+        """Before anything is connected, as NCCL and gloo look only then."""
+        first = self.node_rank * self.num_processes
+        ranks = range(first, first + self.num_processes)
+        node = NodeRanks(roles=tuple(self.layout.worker_of(r).role for r in ranks), local_rank=self.local_rank)
+        apply_nics(wanted_nics(self.nics, self.nic_shares, node), node, str(self._backend))
+        if self.num_nodes > 1 and self.cluster_environment is not None:
+            make_reachable(self.cluster_environment.main_address)
 
     def _connect(self) -> None:
         """Collective: the groups in which the ranks talk during a step."""

@@ -181,16 +181,16 @@ class RankCheckpoints:
             own = take_rank_state(checkpoint, ())
             put_rank_state(checkpoint, own if is_attention else {**own, "loaders": None})
             return
-        before, ranks = saved.afd["layout"], saved.afd["ranks"]
-        same = Layout(**before) == strategy.layout
-        own = ranks[strategy.global_rank if same else self._replica % before["attention"]]
+        before, ranks = Layout(**saved.afd["layout"]), saved.afd["ranks"]
+        same = before == strategy.layout
+        own = ranks[strategy.global_rank if same else before.first_rank(self._replica % before.attention)]
         put_rank_state(checkpoint, own if is_attention or same else {**own, "loaders": None})
-        if self._is_fitting and (same or (is_attention and self._replica < before["attention"])):
+        if self._is_fitting and (same or (is_attention and self._replica < before.attention)):
             set_random_state(own["random"])
             strategy.seeds.restore(own["seeds"])
-        if self._is_fitting and before["attention"] != strategy.layout.attention:
+        if self._is_fitting and before.attention != strategy.layout.attention:
             rank_zero_info(
-                f"{saved.path} was saved by {before['attention']} data replicas, this job has "
+                f"{saved.path} was saved by {before.attention} data replicas, this job has "
                 f"{strategy.layout.attention}: each goes on at the number of batches that one replica had seen, so the "
                 "samples seen are the same if the global batches are; new replicas have random numbers of their own"
             )

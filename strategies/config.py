@@ -11,10 +11,11 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.model.shared import PLACES, SharedPlace
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.placement import HEADS, Grouped, Groups, Head, Layout, as_groups
+from lightning_afd.placement import HEADS, NEIGHBOURS, Grouped, Groups, Head, Layout, Neighbours, as_groups
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import ORDERS, Knobs
 from lightning_afd.schedule.together import TOGETHER_ORDERS
+from lightning_afd.strategies.nics import NicsOfRoles, checked_nics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,13 @@ class TrainingConfig:
     gradients are the same but for rounding: with three or more attention ranks per group, the order in which a sum adds
     its terms depends on the size of a message, so that a tuned job is not repeated bit for bit.
     """
+    nics: NicsOfRoles | Literal["auto"] | None = "auto"
+    """Names of the NICs of each role on every node, {"A": ["mlx5_0"], "F": ["mlx5_1", "mlx5_2"]}, which ranks of that
+    role divide among themselves; "auto" divides a node's NICs as the plan says, if it gives one role more of them.
+
+    Variables of NCCL and gloo that are set (NCCL_IB_HCA, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) hold instead, and None
+    sets none.
+    """
     weights_only: bool = True
     """Whether checkpoints may hold tensors and plain values only; False unpickles whatever their writer put in."""
     timeout: timedelta = timedelta(minutes=10)
@@ -82,6 +90,7 @@ class TrainingConfig:
             raise MisconfigurationException(
                 f"trace={self.trace}: choose 0 (off) or every how many steps one is recorded"
             )
+        checked_nics(self.nics)
         if self.reduce_chunk_bytes not in (None, "auto") and self.reduce_chunk_bytes < 1:
             raise MisconfigurationException(
                 f"reduce_chunk_bytes={self.reduce_chunk_bytes}: choose 'auto', None or a number of bytes from 1 on"
@@ -114,6 +123,13 @@ class AFDConfig(TrainingConfig, Grouped):
     """Interleaved groups of each role, or a pair: (attention groups, ffn groups)."""
     head: Head = "attention"
     """Which ranks run what lies behind the last MoE layer (norm, head, loss): "attention" or "ffn"."""
+    neighbours: Neighbours = "roles"
+    """Which ranks share a node, as launchers fill one node after another: "roles", attention ranks first, or "groups",
+    both roles of group 0 in turn, then those of group 1.
+
+    With "groups" each node has both roles, and part of what they send each other stays inside the node; with "roles"
+    gradients of attention ranks are summed on as few nodes as possible.
+    """
     order: str = "af-pipe"
     """Order of the schedule: one of lightning_afd.schedule.orders.ORDERS."""
     micro_batch_group: int | Literal["auto"] = "auto"
@@ -149,6 +165,7 @@ class AFDConfig(TrainingConfig, Grouped):
         super().__post_init__()
         check_choice("order", self.order, ORDERS)
         check_choice("head", self.head, HEADS)
+        check_choice("neighbours", self.neighbours, NEIGHBOURS)
         check_choice("shared_experts", self.shared_experts, PLACES)
         check_choice("optimizer_sharding", self.optimizer_sharding, ("none", "torch"))
         check_choice("fallback", self.fallback, ("collocated", "error"))
@@ -199,7 +216,9 @@ class AFDConfig(TrainingConfig, Grouped):
         """The layout of a job with `world` ranks; raises MisconfigurationException where they do not fit."""
         attention, ffn = self._sizes(world)
         try:
-            layout = Layout(attention=attention, ffn=ffn, groups=self.groups, head=self.head)
+            layout = Layout(
+                attention=attention, ffn=ffn, groups=self.groups, head=self.head, neighbours=self.neighbours
+            )
         except PlanError as error:
             raise MisconfigurationException(str(error)) from None
         if layout.world != world:

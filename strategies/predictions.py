@@ -6,6 +6,7 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from lightning_afd.engine import Engine
+from lightning_afd.placement import Worker
 
 _NOTHING = object()
 
@@ -17,6 +18,6 @@ def join_predictions(loop: Any, engine: Engine) -> None:
     layout = engine.plan.layout
     for loader, predictions in zip(loop._combined_loader.flattened, loop._predictions, strict=True):
         mine = predictions[: loader.batches]  # behind them are those of batches that only other ranks have
-        parts = [engine.collectives.broadcast_object(mine, rank) for rank in range(layout.attention)]
+        parts = [engine.collectives.broadcast_object(mine, rank) for rank in layout.ranks_of(Worker("A", 0))]
         in_order = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))  # type: ignore[arg-type]
         predictions[:] = [prediction for prediction in in_order if prediction is not _NOTHING]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_afd.clock import HostClock, clock_of, host_name
 from lightning_afd.engine import Engine
+from lightning_afd.nics import counters, moved
 from lightning_afd.recording import Recording, Versions, save
 from lightning_afd.recording.gather import Part, join
 from lightning_afd.strategies.driver import StepStats
@@ -38,8 +39,11 @@ class Tracer:
     The last batch of an accumulation window is what is recorded of a step, with the sum of its gradients.
     """
 
-    def __init__(self, engine: Engine, every: int, transport: str) -> None:
-        """Records each optimizer step whose number is a multiple of `every`, none for 0."""
+    def __init__(self, engine: Engine, every: int, transport: str, *, reads_nics: bool = False) -> None:
+        """Records each optimizer step whose number is a multiple of `every`, none for 0.
+
+        `reads_nics` is for one rank of each host: what passes its NICs in such a step.
+        """
         self.figures: Figures | None = None
         """Of the last batch, where it was recorded."""
         self._engine = engine
@@ -47,6 +51,8 @@ class Tracer:
         self._transport = transport
         self._clock = clock_of(engine.device)
         self._package, self._host = version("lightning-afd"), host_name()  # both read files
+        self._read_nics: Callable[[], dict[str, tuple[int, int]]] = counters if reads_nics else dict
+        self._nics_before: dict[str, tuple[int, int]] = {}
         self._step = 0
         self._counts_before: Tensor | None = None
         self._tokens: tuple[tuple[int, ...], ...] = ()
@@ -58,6 +64,7 @@ class Tracer:
         counts = self._engine.expert_counts
         self._counts_before = counts.so_far() if self._step else None
         counts.recording = bool(self._step)
+        self._nics_before = self._read_nics() if self._step else {}
         self._engine.runtime.clock = self._clock if self._step else HostClock()
 
     def end_batch(self) -> None:
@@ -95,6 +102,7 @@ class Tracer:
             kernels=self._engine.kernels,
             host=self._host,
             source=self._clock.source,
+            nics=moved(self._nics_before, self._read_nics()),
         )
 
     def _join(self, parts: list[Part], stats: StepStats) -> Recording:
@@ -110,6 +118,7 @@ class Tracer:
             versions=self._versions(joined.kernels),
             clocks=joined.clocks,
             traffic=joined.traffic,
+            nics=joined.nics,
             expert_maps=tuple(engine.expert_maps()),
             tokens_per_expert=joined.tokens_per_expert,
             loss=stats.loss,

@@ -5,13 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import ExpertMap, Layout, Worker, split_sizes
+from lightning_afd.placement import NEIGHBOURS, ExpertMap, Layout, Worker, split_sizes
 
 LAYOUTS = st.builds(
     Layout,
     attention=st.integers(1, 4),
     ffn=st.integers(1, 4),
     groups=st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    neighbours=st.sampled_from(NEIGHBOURS),
 )
 
 
@@ -42,6 +43,42 @@ def test_layout_spelled_out() -> None:
     }
     assert layout.describe() == "2 x (2A + 3F)"
     assert Layout(attention=2, ffn=3).describe() == "2A + 3F"
+
+
+def spelled_out(layout: Layout) -> str:
+    """The worker of each rank."""
+    return " ".join(str(layout.worker_of(rank)) for rank in range(layout.world))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(attention=2, ffn=2, neighbours="groups"), "A0 F0 A0 F0"),
+        (Layout(attention=4, ffn=2, neighbours="groups"), "A0 A0 F0 A0 A0 F0"),
+        (Layout(attention=1, ffn=3, neighbours="groups"), "A0 F0 F0 F0"),
+        (Layout(attention=1, ffn=2, groups=2, neighbours="groups"), "A0 F0 F0 A1 F1 F1"),
+        (Layout(attention=2, ffn=2, groups=(2, 1), neighbours="groups"), "A0 F0 A0 F0 A1 A1"),
+        (Layout(attention=2, ffn=1, groups=(1, 2), neighbours="groups"), "A0 A0 F0 F1"),
+    ],
+)
+def test_roles_of_a_group_may_take_turns(layout: Layout, ranks: str) -> None:
+    assert spelled_out(layout) == ranks
+
+
+@given(attention=st.integers(1, 16), ffn=st.integers(1, 16), node=st.integers(1, 8))
+def test_every_node_has_both_roles_in_proportion(attention: int, ffn: int, node: int) -> None:
+    layout = Layout(attention=attention, ffn=ffn, neighbours="groups")
+    world = attention + ffn
+    for start in range(0, world - world % node, node):
+        own = [layout.worker_of(rank).role for rank in range(start, start + node)].count("A")
+        assert abs(own - node * attention / world) < 1
+
+
+def test_other_neighbours_are_refused() -> None:
+    with pytest.raises(PlanError, match="neighbours='nodes': choose one of roles, groups"):
+        Layout(attention=1, ffn=1, neighbours="nodes")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="a collocated layout cannot have neighbours='groups'"):
+        Layout(attention=2, ffn=2, collocated=True, neighbours="groups")
 
 
 def test_roles_may_have_different_numbers_of_groups() -> None:
@@ -99,7 +136,8 @@ def test_tails_on_ffn_are_shared_out_over_the_last_group() -> None:
 @given(layout=LAYOUTS)
 def test_every_rank_has_one_place(layout: Layout) -> None:
     ranks = [rank for worker in layout.workers() for rank in layout.ranks_of(worker)]
-    assert ranks == list(range(layout.world))
+    assert sorted(ranks) == list(range(layout.world)) and ranks[0] == 0
+    assert all(list(layout.ranks_of(worker)) == sorted(layout.ranks_of(worker)) for worker in layout.workers())
     for rank in ranks:
         assert layout.ranks_of(layout.worker_of(rank))[layout.index_of(rank)] == rank
 

@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces joined by links of a chosen rate (Linux, root, iproute2).
 
-NIC n of every host is plugged into switch n, a bridge. A rate holds in each direction of a cable, whoever sends: tbf
-limits what the host sends at the host's end and what it receives at the switch's end. Only rates can be had: no
-latency, no losses. Hosts share the machine's name, cores, disks and clock.
+NIC n of every host is plugged into switch n, a bridge, and reaches the n-th NICs of all others. A rate holds in each
+direction of a cable: tbf limits what the host sends at the host's end and what it receives at the switch's end. Only
+rates can be had: no latency, no losses. Hosts share the machine's name, cores, disks and clock.
 """
 
 from __future__ import annotations

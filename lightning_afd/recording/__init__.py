@@ -6,10 +6,11 @@ chrome.py   the same for chrome://tracing and Perfetto
 """
 
 from lightning_afd.recording.chrome import chrome_trace, write_chrome_trace
-from lightning_afd.recording.record import RankClock, Recording, Traffic, Versions
+from lightning_afd.recording.record import NicTraffic, RankClock, Recording, Traffic, Versions
 from lightning_afd.recording.saved import load, recordings_in, save
 
 __all__ = [
+    "NicTraffic",
     "RankClock",
     "Recording",
     "Traffic",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 
 from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout
-from lightning_afd.recording.record import RankClock, Traffic
+from lightning_afd.recording.record import NicTraffic, RankClock, Traffic
 from lightning_afd.schedule.programs import Programs
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.timeline import Reduce, Span, Timeline
@@ -33,6 +33,8 @@ class Part:
     """Names what ranks share a clock."""
     source: str
     """See RankClock."""
+    nics: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes out and in by NIC, from one rank of each host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Joined:
     """In seconds of the common clock since the first action, whole nanoseconds."""
     clocks: tuple[RankClock, ...]
     traffic: tuple[Traffic, ...]
+    nics: tuple[NicTraffic, ...]
     tokens_per_expert: tuple[tuple[int, ...], ...]
     kernels: str
 
@@ -63,6 +66,9 @@ def join(parts: Sequence[Part], layout: Layout, programs: Programs) -> Joined:
             Traffic(rank, receiver, channel, messages, nbytes)
             for rank, part in enumerate(parts)
             for (channel, receiver), (messages, nbytes) in part.sent.items()
+        ),
+        nics=tuple(
+            NicTraffic(rank, name, *moved) for rank, part in enumerate(parts) for name, moved in part.nics.items()
         ),
         tokens_per_expert=_sums([part.tokens_per_expert for part in parts if part.tokens_per_expert]),
         kernels=", ".join(sorted(frozenset().union(*(part.kernels for part in parts)))),

@@ -54,6 +54,18 @@ class Traffic:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class NicTraffic:
+    """What passed a NIC of one host, as the host counts: headers of the network and all processes included."""
+
+    rank: int
+    """The first rank of the host, which has read its counters."""
+    name: str
+    """Of the interface, or of the InfiniBand device."""
+    out: int
+    into: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """One training step of all ranks."""
@@ -82,6 +94,9 @@ class Recording:
     """Tokens of all A ranks in the batch."""
     seconds: float
     """Forward and backward of the slowest rank, splitting the batch and agreeing on it included."""
+    nics: tuple[NicTraffic, ...] = ()
+    """Of all hosts, from the beginning of the batch until its gradients are summed; NICs that moved nothing are left
+    out."""
 
     def schedule(self) -> Schedule:
         """The schedule that was executed, built again."""

@@ -3,7 +3,8 @@
 `spans` has an object per rank: which of `programs` it executed, and `ns`, two numbers per action: nanoseconds since the
 end of the action before, and its length. Programs of ranks with both roles name the worker of each action, as in
 `A0:D3f0`. `reduces` has rows (rank, chunk, start ns, length ns, bytes), `traffic` rows (sender, receiver, index of the
-channel, messages, bytes). All else has the names of `Recording`'s fields.
+channel, messages, bytes), `nics` rows (rank, name, bytes out, bytes in). All else has the names of `Recording`'s
+fields.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 from lightning_afd.errors import AFDError, RecordingError
 from lightning_afd.placement import ExpertMap, Layout, Worker
-from lightning_afd.recording.record import RankClock, Recording, Traffic, Versions
+from lightning_afd.recording.record import NicTraffic, RankClock, Recording, Traffic, Versions
 from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs
@@ -98,6 +99,7 @@ def encode(recording: Recording) -> dict[str, Any]:
         "loss": recording.loss if math.isfinite(recording.loss) else str(recording.loss),
         "tokens": recording.tokens,
         "seconds": recording.seconds,
+        "nics": [[nic.rank, nic.name, nic.out, nic.into] for nic in recording.nics],
     }
 
 
@@ -125,6 +127,7 @@ def decode(data: Mapping[str, Any]) -> Recording:
         loss=float(data["loss"]),
         tokens=data["tokens"],
         seconds=data["seconds"],
+        nics=tuple(NicTraffic(*row) for row in data.get("nics", ())),
     )
     _check(recording)
     return recording

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning_afd.placement import Layout
 from lightning_afd.report.charts import stacked_bar
@@ -39,9 +39,9 @@ def usages(run: Run) -> dict[str, Usage]:
     return found
 
 
-def _grouped(layout: Layout) -> dict[range, str]:
+def _grouped(layout: Layout) -> dict[Sequence[int], str]:
     """The ranks of each worker, with its name, or the names of both where they are the same."""
-    found: dict[range, str] = {}
+    found: dict[Sequence[int], str] = {}
     for worker in layout.workers():
         ranks = layout.ranks_of(worker)
         found[ranks] = f"{found[ranks]}, {worker}" if ranks in found else str(worker)

@@ -83,10 +83,22 @@ def _channel_text(channel: str) -> str:
 
 
 def _hosts(recording: Recording) -> str:
+    if len({nic.rank for nic in recording.nics}) > 1:
+        note = "NICs as their hosts count: all processes, headers of the network and sums of gradients included."
+        return table(("NIC", "bytes out", "bytes in"), nic_rows(recording)) + element("p", note)
     rows = host_rows(recording)
     if not rows:
         return element("p", "All ranks share one host: nothing passed a NIC.")
     return table(("NICs of host", "bytes out", "bytes in"), rows)
+
+
+def nic_rows(recording: Recording) -> list[list[str]]:
+    """Bytes that were counted at each NIC, and those of the job's own messages between hosts where these are known."""
+    counted = [
+        [text(f"host of rank {nic.rank}: {nic.name}"), bytes_text(nic.out), bytes_text(nic.into)]
+        for nic in recording.nics
+    ]
+    return counted + [[f"{name}: messages of the schedule", *moved] for name, *moved in host_rows(recording)]
 
 
 def host_rows(recording: Recording) -> list[list[str]]:

@@ -31,7 +31,7 @@ class LocalNetwork:
         """Objects on their way, by (sender, receiver)."""
         self._mail: dict[tuple[Channel, int, int, int], Tensor] = {}
         self._hold = hold or (lambda channel, tag: False)
-        self._gathered: dict[tuple[range, int], dict[int, Any]] = {}
+        self._gathered: dict[tuple[Sequence[int], int], dict[int, Any]] = {}
         self._hub: greenlet | None = None
         self._waiting: dict[int, str] = {}
         self._progress = 0
@@ -87,14 +87,14 @@ class LocalNetwork:
         self._waiting.pop(rank, None)
         self._progress += 1
 
-    def offer(self, rank: int, ranks: range, serial: int, value: Any) -> dict[int, Any]:
+    def offer(self, rank: int, ranks: Sequence[int], serial: int, value: Any) -> dict[int, Any]:
         """Bring a value to a collective without waiting; returns where those of the others will be."""
         box: dict[int, Any] = self._gathered.setdefault((ranks, serial), {})
         box[rank] = value
         self._progress += 1
         return box
 
-    def exchange(self, rank: int, ranks: range, serial: int, value: Any) -> dict[int, Any]:
+    def exchange(self, rank: int, ranks: Sequence[int], serial: int, value: Any) -> dict[int, Any]:
         """The value of every rank of `ranks` in their collective number `serial`."""
         box = self.offer(rank, ranks, serial, value)
         self.wait_until(rank, lambda: len(box) == len(ranks), f"collective {serial} of {ranks}")
@@ -158,7 +158,7 @@ class LocalTransport:
     def copy_from_first_replica(self, tensor: Tensor) -> None:
         tensor.copy_(self._exchange(self._replicas, tensor.clone())[self._replicas[0]])
 
-    def _exchange(self, ranks: range, value: Any) -> dict[int, Any]:
+    def _exchange(self, ranks: Sequence[int], value: Any) -> dict[int, Any]:
         self._serial[ranks] += 1
         return self._network.exchange(self._rank, ranks, self._serial[ranks], value)
 
@@ -173,7 +173,7 @@ class _Summed:
 
 class _LocalSum:
     def __init__(
-        self, tensor: Tensor, box: dict[int, Any], ranks: range, wait_until: Callable[[Callable[[], bool]], None]
+        self, tensor: Tensor, box: dict[int, Any], ranks: Sequence[int], wait_until: Callable[[Callable[[], bool]], None]
     ) -> None:
         self._tensor, self._box, self._ranks, self._wait_until = tensor, box, ranks, wait_until
 

@@ -15,7 +15,7 @@ from tiny import tiny
 
 from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout, Worker
-from lightning_afd.recording import RankClock, Traffic, chrome_trace, load, save
+from lightning_afd.recording import NicTraffic, RankClock, Traffic, chrome_trace, load, save
 from lightning_afd.recording.gather import Part, common_clock, join
 from lightning_afd.report.predict import predict
 from lightning_afd.schedule.actions import Step
@@ -42,6 +42,7 @@ def parts_of(timeline: Timeline, ahead: list[float], hosts: list[str]) -> list[P
             kernels=frozenset({"loop"} if rank == 2 else {"grouped_mm"} if rank == 3 else ()),
             host=hosts[rank],
             source="perf_counter",
+            nics={"eth0": (10, rank)} if rank % 2 == 0 else {},
         )
         for rank, spans in timeline.by_rank.items()
     ]
@@ -63,6 +64,7 @@ def test_ranks_of_one_host_share_a_clock(ahead: float) -> None:
     assert joined.traffic[1] == Traffic(1, 3, "Df", 2, 101)
     assert joined.tokens_per_expert == ((1, 2), (4, 6))
     assert joined.kernels == "grouped_mm, loop"
+    assert joined.nics == (NicTraffic(0, "eth0", 10, 0), NicTraffic(2, "eth0", 10, 2))
 
 
 def test_a_rank_that_did_something_else_is_noticed() -> None:

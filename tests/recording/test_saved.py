@@ -12,7 +12,7 @@ from recorded import recorded, simulated
 
 from lightning_afd.errors import RecordingError
 from lightning_afd.placement import ExpertMap
-from lightning_afd.recording import Recording, load, recordings_in, save, write_chrome_trace
+from lightning_afd.recording import NicTraffic, Recording, load, recordings_in, save, write_chrome_trace
 from lightning_afd.recording.saved import encode
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
@@ -31,6 +31,7 @@ DEEP = Shape(layers=4, groups=2, micro_batches=6, router_logits=True)
         recorded(order="zero-bubble", knobs=Knobs(group=3, pending=2, pace=Pace(transfer=0.25))),
         recorded(expert_maps=(ExpertMap((0, 0, 0), version=7), ExpertMap((0, 0, 0)))),
         recorded(loss=math.inf),
+        recorded(nics=(NicTraffic(0, "eth0", 1000, 20), NicTraffic(1, "mlx5_0", 3, 4))),
     ],
 )
 def test_recording_comes_back_as_it_was(recording: Recording, tmp_path: Path) -> None:
@@ -50,6 +51,14 @@ def test_recordings_of_a_run_stand_in_the_order_of_steps(tmp_path: Path) -> None
 
 def test_loss_may_be_no_number(tmp_path: Path) -> None:
     assert math.isnan(load(save(recorded(loss=math.nan), tmp_path)).loss)
+
+
+def test_recordings_without_counters_of_nics_are_read(tmp_path: Path) -> None:
+    path = save(recorded(), tmp_path)
+    data = json.loads(path.read_text())
+    del data["nics"]
+    path.write_text(json.dumps(data))
+    assert load(path) == recorded()
 
 
 def test_schedule_and_tokens_per_rank_are_those_of_the_step() -> None:

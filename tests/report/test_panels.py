@@ -11,7 +11,7 @@ from reports import BYTES, run_folder, run_of, step_of
 
 from lightning_afd.errors import RecordingError
 from lightning_afd.placement import ExpertMap, Layout
-from lightning_afd.recording import RankClock, Recording, Traffic, save
+from lightning_afd.recording import NicTraffic, RankClock, Recording, Traffic, save
 from lightning_afd.regime import regime_of
 from lightning_afd.report.charts import LEVELS, level_of
 from lightning_afd.report.experts import expert_map, experts, rank_map, spread_text
@@ -19,7 +19,7 @@ from lightning_afd.report.progress import drift_text, loss_curves, losses, step_
 from lightning_afd.report.run import MOST, read_metrics, read_run
 from lightning_afd.report.shares import share_row, usages, wait_rows, waits
 from lightning_afd.report.summary import summary, summary_rows
-from lightning_afd.report.traffic import channel_rows, host_rows, link_bytes, traffic
+from lightning_afd.report.traffic import channel_rows, host_rows, link_bytes, nic_rows, traffic
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.timeline import Timeline
 from lightning_afd.waits import waits_by_message
@@ -133,6 +133,21 @@ def test_bytes_that_pass_nics() -> None:
     recording = recorded(Timeline(layout, tuple(spans("A0f0 0-1"))), ONE, traffic=sent, clocks=hosts)
     assert host_rows(recording) == [["host of rank 0", "20.0 kB", "300 B"], ["host of rank 2", "300 B", "20.0 kB"]]
     assert host_rows(by_hand()) == []
+
+
+def test_bytes_that_hosts_have_counted() -> None:
+    counted = (NicTraffic(0, "eth0", 25_000, 400), NicTraffic(0, "mlx5_<0>", 1, 0), NicTraffic(1, "eth0", 390, 24_000))
+    hosts = (RankClock(), RankClock(host=1))
+    recording = by_hand(nics=counted, clocks=hosts, traffic=(Traffic(0, 1, "Df", 1, 20_000),))
+    assert nic_rows(recording) == [
+        ["host of rank 0: eth0", "25.0 kB", "400 B"],
+        ["host of rank 0: mlx5_&lt;0&gt;", "1 B", "0 B"],
+        ["host of rank 1: eth0", "390 B", "24.0 kB"],
+        ["host of rank 0: messages of the schedule", "20.0 kB", "0 B"],
+        ["host of rank 1: messages of the schedule", "0 B", "20.0 kB"],
+    ]
+    assert "all processes" in traffic(run_of(recording)) and "eth0" in traffic(run_of(recording))
+    assert "eth0" not in traffic(run_of(by_hand(nics=counted[:2])))  # all ranks share the host
 
 
 def test_tokens_stand_by_expert_and_f_rank() -> None:

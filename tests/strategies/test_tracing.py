@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from cases import weights
@@ -17,7 +19,7 @@ from lightning_afd import AFDStrategy
 from lightning_afd.callbacks import StepMonitor
 from lightning_afd.model.place import dense_parameters
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.recording import Recording, load, recordings_in
+from lightning_afd.recording import NicTraffic, Recording, load, recordings_in
 from lightning_afd.report import PANELS, write_report
 from lightning_afd.strategies import tracing
 from lightning_afd.strategies.tracing import FIGURES, mean_shares
@@ -40,6 +42,8 @@ class Fit:
     dense_bytes: int
     counts: bool
     """Whether experts are counted after the run."""
+    readings: int
+    """How often the counters of NICs were read."""
 
 
 def fit(run: Run, folder: Path, trace: int) -> Fit:
@@ -52,13 +56,15 @@ def fit(run: Run, folder: Path, trace: int) -> Fit:
         log_every_n_steps=1,
         accumulate_grad_batches=2,
     )
-    trainer.fit(module)
+    readings = count(1)
+    with patch.object(tracing, "counters", lambda: {"eth0": (100 * next(readings), 7), "eth1": (3, 3)}):
+        trainer.fit(module)
     strategy = trainer.strategy
     assert isinstance(strategy, AFDStrategy) and strategy.engine is not None
     counts = strategy.engine.expert_counts
     figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name in FIGURES}
     dense = sum(parameter.nbytes for parameter in dense_parameters(module))
-    return Fit(weights(module), memory.lines, figures, dense, counts.enabled or counts.recording)
+    return Fit(weights(module), memory.lines, figures, dense, counts.enabled or counts.recording, next(readings) - 1)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,7 @@ def test_recorded_steps_of_a_run(pool: RankPool, tmp_path: Path, run: Run) -> No
         assert all(rank.weights[name].equal(value) for name, value in before.weights.items())
         assert not rank.counts
         assert rank.lines == ranks[0].lines and rank.figures == ranks[0].figures
+    assert [rank.readings for rank in ranks] == [2 * 2, *[0] * (run.world - 1)] and plain[0].readings == 0
     recordings = [load(path) for path in recordings_in(tmp_path)]
     assert [recording.global_step for recording in recordings] == [2, 4]
     for recording in recordings:
@@ -117,6 +124,7 @@ def check_recording(recording: Recording, run: Run, dense_bytes: list[int]) -> N
     assert all(t.nbytes > 0 for t in sent.values())
     assert (recording.versions.experts, recording.versions.transport) == ("loop", "gloo")
     assert [(clock.host, clock.offset, clock.accuracy) for clock in recording.clocks] == [(0, 0, 0)] * run.world
+    assert recording.nics == (NicTraffic(0, "eth0", 100, 0),)
     assert recording.loss > 0
 
 
