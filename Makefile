@@ -7,7 +7,7 @@ VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
 JOBS ?= 2
-PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py timeline.py waits.py regime.py recording schedule cost \
+PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py packing.py timeline.py waits.py regime.py recording schedule cost \
 	backlog.py simulate.py baselines allocate tune.py report))
 
 export OMP_NUM_THREADS ?= 1

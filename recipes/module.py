@@ -9,10 +9,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from lightning_afd.model.document_masks import separate_documents
 from lightning_afd.model.hub_import import from_pretrained
 from lightning_afd.model.hub_model import with_hub_entry
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 class MoELanguageModel(L.LightningModule):
@@ -39,6 +40,7 @@ class MoELanguageModel(L.LightningModule):
         self.pretrained = pretrained
         if pretrained is None:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.fields))
+            separate_documents(self.model)
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
@@ -47,6 +49,7 @@ class MoELanguageModel(L.LightningModule):
         """Make the model of a folder; called before each fit, validation, test and prediction."""
         if self.pretrained is not None and not hasattr(self, "model"):
             self.model = from_pretrained(self.pretrained, dtype=torch.float32, **self.fields)
+            separate_documents(self.model)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what `lightning-afd export` needs, under any strategy."""
@@ -60,9 +63,10 @@ class MoELanguageModel(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the cross entropy alone, in nats per token, so that it compares with an entropy."""
-        logits_BSV = self.model(input_ids=batch["input_ids"]).logits
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits_BSV = self.model(**inputs).logits
         loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=batch["input_ids"].numel())
 
     def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Return the logits [B, V] of the token that follows each row."""
