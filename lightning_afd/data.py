@@ -53,8 +53,9 @@ class TextDataModule(L.LightningDataModule):
     """Packed rows of Python's own documentation, or of the user's text files, with a tokenizer trained on them.
 
     With `packing="blocks"` a row is a piece of the text: batches are {"input_ids": [B, S], "labels": [B, S]} int64,
-    with B = `batch_size` rows per data-parallel rank. With "documents" a row holds documents that don't see one another,
-    ranks have nearly equal work in attention, and a batch has its rows in a single one, [1, B * S] (`FlattenRows`).
+    with B = `batch_size` rows per data-parallel rank. With "documents" a row holds documents that don't see one
+    another, ranks have nearly equal work in attention, and a batch has its rows in a single one, [1, B * S]
+    (`FlattenRows`).
     """
 
     def __init__(
