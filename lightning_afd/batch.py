@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_afd.errors import PlanError
+from lightning_afd.flattened import borders_of, cut, like
 from lightning_afd.placement import split_sizes
 
 IGNORED_LABEL = -100
@@ -17,9 +18,13 @@ IGNORED_LABEL = -100
 def split_batch(batch: Any, micro_batches: int) -> list[Any]:
     """Cut all tensors along their first dimension into at most `micro_batches` runs of rows.
 
-    Lists and tuples with one entry per row are cut too; scalars and everything else go to every micro-batch.
-    Raises PlanError where there is no row to divide by or where tensors disagree.
+    Lists and tuples with one entry per row are cut too; scalars and everything else go to every micro-batch. A single
+    row that holds several documents is cut between documents. Raises PlanError where there is no row to divide by or
+    where tensors disagree.
     """
+    borders = borders_of(batch)
+    if borders is not None:
+        return cut(batch, borders, micro_batches)
     rows = batch_rows(batch)
     parts = min(micro_batches, rows)
     pieces, start = [], 0
@@ -103,18 +108,10 @@ def _slice(value: Any, rows: int, start: int, end: int) -> Any:
         return value[start:end] if value.dim() > 0 else value
     if isinstance(value, Mapping):
         items = {key: _slice(item, rows, start, end) for key, item in value.items()}
-        return items if type(value) is dict else _like(value, items)
+        return items if type(value) is dict else like(value, items)
     if isinstance(value, (list, tuple)) and not isinstance(value, str):
         if len(value) == rows and not any(True for _ in tensors_in(value)):
             return value[start:end]
         items_ = [_slice(item, rows, start, end) for item in value]
         return type(value)(*items_) if hasattr(value, "_fields") else type(value)(items_)
     return value
-
-
-def _like(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
-    """The same kind of mapping (transformers' BatchEncoding, UserDict, OrderedDict ...) with other values."""
-    try:
-        return type(value)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items

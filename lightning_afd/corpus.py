@@ -1,6 +1,7 @@
 """Text, tokens and packed blocks for the recipes, without a download and without torch.
 
 text -> byte-level BPE trained on it -> token ids (cached together) -> blocks of S tokens -> training, validation rows
+                                                                    or -> documents      -> training, validation ones
 """
 
 import ast
@@ -12,6 +13,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from lightning_afd.errors import PlanError
 
 Tokens = NDArray[np.int32]
 DOCUMENT_BREAK = "\n\n\n"
-ENCODING_VERSION = 1  # raise it when the same text would be encoded differently
+ENCODING_VERSION = 2  # raise it when the same text would be encoded differently
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Corpus:
     tokenizer: Tokenizer
     ids: Tokens
     """[tokens] in the order of the text"""
+    lengths: Tokens
+    """[documents] tokens of each document; one number where the text was encoded as a whole"""
     sha256: str
     """of the text"""
     characters: int
@@ -39,6 +43,21 @@ class Corpus:
     def describe(self) -> str:
         """Return one line for the log: what was read, so that two runs can be compared."""
         return f"corpus: {self.characters} characters, {len(self.ids)} tokens, sha256 {self.sha256}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Some documents of a corpus."""
+
+    ids: Tokens
+    """[tokens] of one document behind the other"""
+    lengths: Tokens
+    """[documents]"""
+
+    @classmethod
+    def chosen(cls, corpus: Corpus, choice: NDArray[np.bool_]) -> "Documents":
+        """Those documents of which `choice` [documents] is true."""
+        return cls(ids=corpus.ids[np.repeat(choice, corpus.lengths)], lengths=corpus.lengths[choice])
 
 
 def default_cache() -> Path:
@@ -85,25 +104,40 @@ def _docstrings(source: str) -> Iterator[str]:
             yield text
 
 
-def load_corpus(files: Sequence[str], vocab_size: int, cache: Path) -> Corpus:
+def load_corpus(files: Sequence[str], vocab_size: int, cache: Path, *, by_document: bool = False) -> Corpus:
     """Return the encoded text of `files`, or of Python's own documentation if there are none.
 
-    Whatever is missing in `cache` is made and stored, each file in one atomic step: several processes may call this
-    at once. The entry's name is the hash of text and settings.
+    `by_document` encodes each document alone: a file is one, and two empty lines end one. Whatever is missing in
+    `cache` is made and stored, each file in one atomic step: several processes may call this at once. The entry's name
+    is the hash of text and settings.
     """
     text = read_files(files) if files else _cached_docs(cache)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    settings = json.dumps({"text": sha256, "vocab_size": vocab_size, "version": ENCODING_VERSION}, sort_keys=True)
+    key = {"text": sha256, "vocab_size": vocab_size, "by_document": by_document, "version": ENCODING_VERSION}
+    settings = json.dumps(key, sort_keys=True)
     stem = cache / hashlib.sha256(settings.encode()).hexdigest()[:32]
     tokenizer_file, ids_file = stem.with_suffix(".tokenizer.json"), stem.with_suffix(".npy")
     if not ids_file.exists() or not tokenizer_file.exists():
         tokenizer = train_tokenizer(text, vocab_size)
-        ids = np.asarray(tokenizer.encode(text).ids, dtype=np.int32)
+        encoded = _encoded(tokenizer, text.split(DOCUMENT_BREAK) if by_document else [text])
         _write_atomically(tokenizer_file, lambda path: tokenizer.save(str(path)))
-        _write_atomically(ids_file, lambda path: np.save(path, ids))
+        _write_atomically(ids_file, lambda path: np.save(path, encoded))
+    stored: Tokens = np.load(ids_file)
+    documents = int(stored[0])
     return Corpus(
-        tokenizer=Tokenizer.from_file(str(tokenizer_file)), ids=np.load(ids_file), sha256=sha256, characters=len(text)
+        tokenizer=Tokenizer.from_file(str(tokenizer_file)),
+        ids=stored[1 + documents :],
+        lengths=stored[1 : 1 + documents],
+        sha256=sha256,
+        characters=len(text),
     )
+
+
+def _encoded(tokenizer: Tokenizer, documents: Sequence[str]) -> Tokens:
+    """[1 + documents + tokens]: how many documents there are, the tokens of each, the ids of all."""
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch([text for text in documents if text])]
+    lengths = [len(ids) for ids in encoded]
+    return np.asarray([len(lengths), *lengths, *chain.from_iterable(encoded)], dtype=np.int32)
 
 
 def _cached_docs(cache: Path) -> str:
@@ -153,11 +187,24 @@ def pack(ids: Tokens, seq_len: int, val_every: int) -> tuple[Tokens, Tokens]:
     return rows[~is_validation], rows[is_validation]
 
 
-def unigram_entropy(train: Tokens, validation: Tokens, vocab_size: int) -> float:
-    """Return the nats per token that token frequencies of `train` (add-one smoothed) cost on `validation` [V, S].
+def divide_documents(corpus: Corpus, seq_len: int, val_every: int) -> tuple[Documents, Documents]:
+    """Return training and validation documents: of `val_every` runs of `seq_len` tokens one is for validation.
 
-    The first token of each row is left out, as no language model predicts it.
+    A document belongs to the run in which it begins, so that none is cut, whatever the seed.
     """
+    starts = np.cumsum(corpus.lengths) - corpus.lengths
+    is_validation = starts // seq_len % val_every == val_every - 1
+    train, validation = (Documents.chosen(corpus, choice) for choice in (~is_validation, is_validation))
+    if min(len(train.ids), len(validation.ids)) < seq_len:
+        raise PlanError(
+            f"the text has {len(corpus.ids)} tokens in {len(corpus.lengths)} documents, too few for rows of "
+            f"data.seq_len={seq_len} with data.val_every={val_every}: use more text or smaller numbers"
+        )
+    return train, validation
+
+
+def unigram_entropy(train: Tokens, targets: Tokens, vocab_size: int) -> float:
+    """Return the nats per token that token frequencies of `train` (add-one smoothed) cost on `targets`."""
     counts = np.bincount(train.reshape(-1), minlength=vocab_size) + 1.0
     log_probability = np.log(counts / counts.sum())
-    return float(-log_probability[validation[:, 1:]].mean())
+    return float(-log_probability[targets].mean())

@@ -1,7 +1,9 @@
 """Text as an ordinary LightningDataModule: rows of packed tokens for causal language models."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -9,9 +11,21 @@ from lightning.pytorch.utilities import rank_zero_info
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_afd.corpus import Corpus, Tokens, default_cache, load_corpus, pack, unigram_entropy
+from lightning_afd.corpus import (
+    Corpus,
+    Documents,
+    Tokens,
+    default_cache,
+    divide_documents,
+    load_corpus,
+    pack,
+    unigram_entropy,
+)
+from lightning_afd.documents import BalancedSampler, FlattenRows, PackedRows, Replicas
+from lightning_afd.errors import PlanError
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+PACKINGS = ("blocks", "documents")
 
 
 class TokenRows(Dataset[Batch]):
@@ -23,6 +37,14 @@ class TokenRows(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def tokens(self) -> torch.Tensor:
+        """All of them."""
+        return self.rows.flatten()
+
+    def targets(self) -> torch.Tensor:
+        """Those that a model predicts: all but the first one of each row."""
+        return self.rows[:, 1:].flatten()
+
     def __getitem__(self, index: int) -> Batch:
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
@@ -30,7 +52,10 @@ class TokenRows(Dataset[Batch]):
 class TextDataModule(L.LightningDataModule):
     """Packed rows of Python's own documentation, or of the user's text files, with a tokenizer trained on them.
 
-    Batches are {"input_ids": [B, S], "labels": [B, S]} int64, with B = `batch_size` rows per data-parallel rank.
+    With `packing="blocks"` a row is a piece of the text: batches are {"input_ids": [B, S], "labels": [B, S]} int64,
+    with B = `batch_size` rows per data-parallel rank. With "documents" a row holds documents that don't see one
+    another, ranks have nearly equal work in attention, and a batch has its rows in a single one, [1, B * S]
+    (`FlattenRows`).
     """
 
     def __init__(
@@ -40,15 +65,19 @@ class TextDataModule(L.LightningDataModule):
         vocab_size: int = 1024,
         seq_len: int = 128,
         batch_size: int = 8,
+        packing: str = "blocks",
         val_every: int = 20,
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
+        if packing not in PACKINGS:
+            raise PlanError(f"data.packing={packing} is not a choice; choices: {', '.join(PACKINGS)}")
         self.save_hyperparameters()
         self.files = tuple(files)
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.batch_size = batch_size
+        self.by_document = packing == "documents"
         self.val_every = val_every
         self.cache = Path(cache_dir).expanduser() if cache_dir else default_cache()
         self.corpus: Corpus | None = None
@@ -60,13 +89,22 @@ class TextDataModule(L.LightningDataModule):
             rank_zero_info(corpus.describe())
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the cache and split the blocks, on every process; later calls change nothing."""
-        if self.corpus is None:
-            self.corpus = self._load()
-            self.train_rows, self.val_rows = pack(self.corpus.ids, self.seq_len, self.val_every)
+        """Read the cache and divide the text, on every process; later calls change nothing."""
+        if self.corpus is not None:
+            return
+        self.corpus = self._load()
+        if self.by_document:
+            parts = divide_documents(self.corpus, self.seq_len, self.val_every)
+            self.train_rows, self.val_rows = (self._packed(part) for part in parts)
+        else:
+            blocks = pack(self.corpus.ids, self.seq_len, self.val_every)
+            self.train_rows, self.val_rows = (TokenRows(rows) for rows in blocks)
 
     def _load(self) -> Corpus:
-        return load_corpus(self.files, self.vocab_size, self.cache)
+        return load_corpus(self.files, self.vocab_size, self.cache, by_document=self.by_document)
+
+    def _packed(self, documents: Documents) -> PackedRows:
+        return PackedRows(torch.from_numpy(documents.ids).long(), documents.lengths.tolist(), self.seq_len)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,12 +115,28 @@ class TextDataModule(L.LightningDataModule):
     @property
     def entropy(self) -> float:
         """Nats per validation token of a model that knows token frequencies only: the figure to be beaten."""
-        return unigram_entropy(self.train_rows, self.val_rows, self.vocab_size)
+        return unigram_entropy(self.train_rows.tokens().numpy(), self.val_rows.targets().numpy(), self.vocab_size)
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Return shuffled training batches; a last incomplete batch is left out."""
-        return DataLoader(TokenRows(self.train_rows), batch_size=self.batch_size, shuffle=True, drop_last=True)
+        rows = self.train_rows
+        if isinstance(rows, PackedRows):
+            return DataLoader(
+                rows, batch_size=self.batch_size, sampler=self._balanced(rows), collate_fn=FlattenRows(), drop_last=True
+            )
+        return DataLoader(rows, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def _balanced(self, rows: PackedRows) -> BalancedSampler:
+        replicas = Replicas(**((self.trainer and self.trainer.distributed_sampler_kwargs) or {}))
+        sampler = BalancedSampler(rows.work, self.batch_size, replicas, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        dealt, plain = sampler.imbalance()
+        rank_zero_info(
+            f"packed documents: {len(rows)} rows of {self.seq_len} tokens; attention of the busiest replica takes "
+            f"{dealt:.2f} x the mean of a step, {plain:.2f} x without balancing"
+        )
+        return sampler
+
+    def val_dataloader(self) -> DataLoader[Any]:
         """Return the validation batches in the order of the text."""
-        return DataLoader(TokenRows(self.val_rows), batch_size=self.batch_size)
+        collate = FlattenRows() if self.by_document else None
+        return DataLoader(self.val_rows, batch_size=self.batch_size, collate_fn=collate)

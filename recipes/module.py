@@ -5,14 +5,17 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from lightning_afd.model.document_masks import separate_documents
 from lightning_afd.model.hub_import import from_pretrained
 from lightning_afd.model.hub_model import with_hub_entry
+from lightning_afd.recipes.attention import Compute, check_attention, use_kernel
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 class MoELanguageModel(L.LightningModule):
@@ -20,7 +23,8 @@ class MoELanguageModel(L.LightningModule):
 
     `config` is what transformers' AutoConfig takes: `model_type` and the fields of that architecture. With
     `pretrained`, a Hugging Face folder, it holds only what is to differ from the folder's own configuration. Weights
-    are kept in float32, whatever the folder's dtype: that of the computation is the Trainer's `precision`.
+    are kept in float32, whatever the folder's dtype: that of the computation is the Trainer's `precision`. `attn` names
+    the attention kernel; "auto" is flash attention where model, device and precision allow it, else what PyTorch has.
     """
 
     model: PreTrainedModel
@@ -32,21 +36,38 @@ class MoELanguageModel(L.LightningModule):
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
+        attn: str = "auto",
     ) -> None:
         super().__init__()
+        check_attention(attn)
         self.save_hyperparameters()
         self.fields = dict(config or {})
         self.pretrained = pretrained
         if pretrained is None:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.fields))
+            separate_documents(self.model)
+        self.attn = attn
+        self.kernel: str | None = None
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
 
     def configure_model(self) -> None:
-        """Make the model of a folder; called before each fit, validation, test and prediction."""
+        """Make the model of a folder, choose its kernel; called before each fit, validation, test and prediction."""
         if self.pretrained is not None and not hasattr(self, "model"):
             self.model = from_pretrained(self.pretrained, dtype=torch.float32, **self.fields)
+            separate_documents(self.model)
+        if self.attn != "auto" or "attn_implementation" not in self.fields:
+            self._choose_kernel()
+
+    def _choose_kernel(self) -> None:
+        precision, device = str(self.trainer.precision), self.trainer.strategy.root_device.type
+        half = torch.bfloat16 if "bf16" in precision else torch.float16
+        dtype = half if "16" in precision else torch.float32
+        kernel = use_kernel(self.model, self.attn, Compute(device=device, dtype=dtype))
+        if kernel != self.kernel:
+            rank_zero_info(f"attention: {kernel} on {device} in {precision} (model.attn={self.attn})")
+        self.kernel = kernel
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what `lightning-afd export` needs, under any strategy."""
@@ -60,9 +81,10 @@ class MoELanguageModel(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the cross entropy alone, in nats per token, so that it compares with an entropy."""
-        logits_BSV = self.model(input_ids=batch["input_ids"]).logits
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits_BSV = self.model(**inputs).logits
         loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=batch["input_ids"].numel())
 
     def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Return the logits [B, V] of the token that follows each row."""

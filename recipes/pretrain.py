@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.corpus import check_files
+from lightning_afd.recipes.attention import check_attention
 from lightning_afd.recipes.launch import check_given, launch
 from lightning_afd.recipes.ranks import check_ranks
 
@@ -37,6 +38,7 @@ def check(config: DictConfig) -> None:
     """Raise AFDError if the composed settings cannot work."""
     check_given(config)
     check_files(config.data.files)
+    check_attention(config.model.get("attn", "auto"))
     check_ranks(config)
 
 

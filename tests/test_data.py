@@ -93,8 +93,8 @@ def test_unigram_entropy_by_hand() -> None:
     train = np.array([[0, 0, 1]], dtype=np.int32)  # with one more of each: 3/5, 2/5
     validation = np.array([[1, 0, 0], [1, 0, 1]], dtype=np.int32)
     by_hand = -(3 * math.log(3 / 5) + math.log(2 / 5)) / 4
-    assert corpus.unigram_entropy(train, validation, 2) == pytest.approx(by_hand, rel=1e-12)
-    assert corpus.unigram_entropy(train, validation, 3) > by_hand
+    assert corpus.unigram_entropy(train, validation[:, 1:], 2) == pytest.approx(by_hand, rel=1e-12)
+    assert corpus.unigram_entropy(train, validation[:, 1:], 3) > by_hand
 
 
 @pytest.mark.parametrize(
@@ -143,3 +143,50 @@ def test_batches_of_the_data_module(book: Path, tmp_path: Path) -> None:
     assert torch.equal(batch["input_ids"], batch["labels"])
     assert sum(len(batch["labels"]) for batch in data.val_dataloader()) == len(data.val_rows)
     assert 0 < data.entropy < math.log(300)
+
+
+def packed_data(book: Path, cache: Path, **options: int) -> TextDataModule:
+    """A book of 400 documents of one line each."""
+    book.write_text(TEXT.replace("\n", corpus.DOCUMENT_BREAK), encoding="utf-8")
+    settings = {"vocab_size": 300, "seq_len": 64, "batch_size": 4, "val_every": 5, **options}
+    data = TextDataModule(files=[str(book)], packing="documents", cache_dir=str(cache), **settings)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def test_batches_of_packed_documents(book: Path, tmp_path: Path) -> None:
+    data = packed_data(book, tmp_path / "cache")
+    assert data.corpus is not None and len(data.corpus.lengths) == 400
+    first = data.corpus.ids[: data.corpus.lengths[0]].tolist()
+    assert data.tokenizer.decode(first) == "line 0 counts 0 sheep, and the shepherd sleeps."
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 4 * 64)
+    is_first = batch["position_ids"] == 0
+    assert torch.equal(batch["labels"] == -100, is_first)
+    assert is_first[0, ::64].all() and int(is_first.sum()) > 8
+    assert sum(len(batch["input_ids"][0]) for batch in data.val_dataloader()) == 64 * len(data.val_rows)
+    assert 0 < data.entropy < math.log(300)
+
+
+def test_documents_are_in_training_or_in_validation(book: Path, tmp_path: Path) -> None:
+    whole = corpus.load_corpus([str(book)], 300, tmp_path / "cache", by_document=True)
+    assert len(whole.lengths) == 1
+    data = packed_data(book, tmp_path / "cache")
+    assert data.corpus is not None
+    parts = corpus.divide_documents(data.corpus, 64, 5)
+    texts = [set(split_at(part)) for part in parts]
+    assert not texts[0] & texts[1]
+    assert len(texts[0]) + len(texts[1]) == 400
+    assert 0.15 < len(parts[1].ids) / len(data.corpus.ids) < 0.25
+
+
+def split_at(documents: corpus.Documents) -> list[tuple[int, ...]]:
+    return [tuple(ids) for ids in np.split(documents.ids, np.cumsum(documents.lengths)[:-1])]
+
+
+def test_packing_that_cannot_be(book: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"data\.packing=rows is not a choice; choices: blocks, documents"):
+        TextDataModule(packing="rows")
+    with pytest.raises(PlanError, match=r"400 documents, too few for rows of data\.seq_len=9000"):
+        packed_data(book, tmp_path, seq_len=9000)

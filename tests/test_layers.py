@@ -20,11 +20,12 @@ PACKAGE = "lightning_afd"
 MAX_LINES = 350
 
 PURE = (
-    *("errors", "placement", "nics", "schedule", "peers", "timeline", "draw", "waits", "regime", "recording"),
+    *("errors", "placement", "packing", "nics", "schedule", "peers", "timeline", "draw", "waits", "regime", "recording"),
     *("cost", "backlog", "lanes", "simulate", "baselines", "allocate", "tune", "report"),
 )
 TORCH = (
-    *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "reduction", "optimizer", "plan"),
+    *("model", "transport", "expert_load", "flattened", "batch", "documents", "segments", "sent", "gradients"),
+    *("reduction", "optimizer", "plan"),
     *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank"),
     *("owned", "engine", "rehearsal", "checkpoint", "measure", "calibrate"),
 )
