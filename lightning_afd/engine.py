@@ -128,7 +128,7 @@ class Engine:
         decoder = decoder_layers(root, layers)
         if self.plan.layout.head == "ffn":
             check_head_is_apart(root, decoder)
-        mark_placed(layers, place)
+        mark_placed(layers, place, self.plan.layout)
         owned = [layers[index] for index in self._peers.layers]
         index = self.plan.layout.index_of(self.rank)
         if not self.has_experts:

@@ -111,6 +111,11 @@ class _Least:
 
 
 def _layouts(request: Request) -> Iterator[_Least]:
+    found = _all_layouts(request)
+    return (least for least in found if least.layout in request.layouts) if request.layouts else found
+
+
+def _all_layouts(request: Request) -> Iterator[_Least]:
     model, devices = request.model, request.cluster.devices
     experts = min(layer.experts for layer in model.moe)
     narrowest = next(layer for layer in model.moe if layer.experts == experts)

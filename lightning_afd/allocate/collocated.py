@@ -34,6 +34,8 @@ class Prediction:
     detail: str
     """Sizes, for people."""
     memory_bytes: float
+    micro_batches: int = 1
+    """Per step and rank."""
 
 
 Predict = Callable[[Request], Prediction | None]
