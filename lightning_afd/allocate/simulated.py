@@ -8,16 +8,20 @@ adds is not linear, and comes from a formula.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
+from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.model import LayerShape
 from lightning_afd.cost.times import StepCosts, step_costs
-from lightning_afd.placement import Worker
+from lightning_afd.placement import Layout, Worker
 from lightning_afd.schedule.actions import Action, Op
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
 from lightning_afd.simulate import Link, Load, Simulation, simulate
+from lightning_afd.timeline import Timeline
 
 ROUNDS = (2, 4)
 """Rounds of the ring at which long steps are simulated: even numbers, as windows may alternate."""
@@ -52,9 +56,35 @@ def pass_seconds(job: Job, ordering: Ordering) -> float:
     seconds = []
     for count in at_runs:
         part = replace(job, micro_batches=-(-job.micro_batches * count // runs))
-        points = [(r, simulated_pass(shorter(part, r), ordering, reduces=False).seconds) for r in at_rounds]
+        points = [(r, _seconds(shorter(part, r), ordering)) for r in at_rounds]
         seconds.append((count, _line(points, rounds)))
     return _line(seconds, runs)
+
+
+def shared_seconds(timeline: Timeline, layout: Layout, cluster: Cluster) -> float:
+    """Seconds of a simulated step whose ranks share the cores of their nodes, each with an equal part of them.
+
+    While more ranks of a node compute than it can serve at full speed, everything is slower by the same factor, so that
+    the step is the simulated one, stretched in such places.
+    """
+    if math.isinf(cluster.at_once):
+        return timeline.end
+    changes: list[tuple[float, int, Worker]] = []
+    for span in timeline.spans:
+        if timeline.lane(span) == "compute":
+            changes += [(span.start, 1, timeline.worker(span)), (span.end, -1, timeline.worker(span))]
+    active, seconds, before = Counter[int](), 0.0, 0.0
+    for time, sign, worker in sorted(changes):
+        seconds += (time - before) * max(1.0, max(active.values(), default=0) / cluster.at_once)
+        for rank in layout.ranks_of(worker):
+            active[cluster.node_of(rank)] += sign
+        before = time
+    return seconds + timeline.end - before
+
+
+def _seconds(job: Job, ordering: Ordering) -> float:
+    timeline = simulated_pass(job, ordering, reduces=False).timeline
+    return shared_seconds(timeline, job.layout, job.cluster)
 
 
 def shorter(job: Job, rounds: int) -> Job:

@@ -32,10 +32,12 @@ def segment_seconds(job: Job, segment: SegmentShape, copies: float) -> dict[Phas
     input_gradient = layers + head + backward_core + ELEMENTWISE_BACKWARD * elementwise + ends
     if job.choices.recompute != "none":
         input_gradient += layers + forward_core + elementwise
-    forward = device.floor(layers + head + forward_core + elementwise + ends)
+    found: dict[Phase, float] = {"f": layers + head + forward_core + elementwise + ends}
     if job.choices.split_attention:
-        return {"f": forward, "b": device.floor(input_gradient), "w": device.floor(layers + head)}
-    return {"f": forward, "b": device.floor(input_gradient + layers + head)}
+        found |= {"b": input_gradient, "w": layers + head}
+    else:
+        found |= {"b": input_gradient + layers + head}
+    return _actions(job, "T" if segment.head else "A", found)
 
 
 def expert_seconds(job: Job, experts: ExpertsShape) -> dict[Phase, float]:
@@ -52,18 +54,19 @@ def expert_seconds(job: Job, experts: ExpertsShape) -> dict[Phase, float]:
         elements += tokens * (3 * experts.shared[-1].inputs + job.model.hidden)
     elementwise = device.memory_seconds(elements * job.choices.precision.width)
     backward = matrices + ELEMENTWISE_BACKWARD * elementwise + (again if job.choices.recompute_experts else 0.0)
-    return {
-        "f": device.floor(matrices + elementwise),
-        "b": device.floor(backward),
-        "w": device.floor(matrices),
-    }
+    return _actions(job, "E", {"f": matrices + elementwise, "b": backward, "w": matrices})
 
 
 def optimizer_seconds(job: Job, parameters: float) -> float:
     """One update of so many parameters: each value is read, and weights and state are written, once."""
     precision = job.choices.precision
     per_parameter = 2 * precision.weight_bytes + precision.gradient_bytes + 2 * precision.optimizer_bytes
-    return job.cluster.device.floor(job.cluster.device.memory_seconds(parameters * per_parameter))
+    return job.cluster.device.action_seconds("O", job.cluster.device.memory_seconds(parameters * per_parameter))
+
+
+def _actions(job: Job, kind: str, estimates: dict[Phase, float]) -> dict[Phase, float]:
+    """Seconds of actions whose rooflines are known."""
+    return {way: job.cluster.device.action_seconds(kind + way, seconds) for way, seconds in estimates.items()}
 
 
 def _elements(job: Job, layer: LayerShape, copies: float) -> float:

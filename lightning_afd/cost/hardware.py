@@ -5,8 +5,10 @@ The fields are those of conf/cluster/*.yaml; `Cluster.read` makes one of such a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from lightning_afd.cost.model import Linear
@@ -32,6 +34,18 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What a kind of action took where it was measured, next to its estimate: fixed + factor x estimate."""
+
+    factor: float
+    fixed_us: float = 0.0
+
+    def seconds(self, estimate: float) -> float:
+        """Of an action whose roofline says `estimate` seconds."""
+        return self.fixed_us * 1e-6 + self.factor * estimate
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator (or one process's share of a CPU)."""
 
@@ -46,6 +60,9 @@ class Device:
     efficiency: Efficiency
     host_us: float
     """An action takes at least so long: the host has to launch its kernels."""
+    scales: Mapping[str, Scale] = field(default_factory=lambda: MappingProxyType({}))
+    """Measured on the model in question, by kind: Af Ab Aw (attention), Tf Tb Tw (tail), Ef Eb Ew (experts), O (update
+    of the optimizer). Kinds that are not there keep their estimate."""
 
     @property
     def memory_bytes(self) -> float:
@@ -80,9 +97,11 @@ class Device:
         """Reading or writing so many bytes in elementwise operations."""
         return nbytes / (self.hbm_gb_per_s * 1e9 * self.efficiency.hbm)
 
-    def floor(self, seconds: float) -> float:
-        """An action's time, not below what the host needs to launch it."""
-        return max(seconds, self.host_us * 1e-6)
+    def action_seconds(self, kind: str, estimate: float) -> float:
+        """An action's time: as measured, or what the roofline says but not below what the host needs to launch it."""
+        if kind in self.scales:
+            return self.scales[kind].seconds(estimate)
+        return max(estimate, self.host_us * 1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +148,11 @@ class Cluster:
     nic: Link
     nvlink: Link
     """Between devices of one node."""
+    at_once: float = math.inf
+    """Ranks of a node that compute at full speed at the same time: fewer than its ranks where they share cores."""
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "devices_per_node", "nics_per_node"):
+        for name in ("num_nodes", "devices_per_node", "nics_per_node", "at_once"):
             if getattr(self, name) <= 0:
                 raise PlanError(f"cluster.{name}={getattr(self, name)}: more than 0 is needed")
 
@@ -154,8 +175,18 @@ class Cluster:
         values = _checked(cls, content, "cluster")
         device = _checked(Device, values["device"], "cluster.device")
         efficiency = Efficiency(**_checked(Efficiency, device["efficiency"], "cluster.device.efficiency"))
+        scales = {kind: Scale(**scale) for kind, scale in device.get("scales", {}).items()}
         nic, nvlink = (Link(**_checked(Link, values[name], f"cluster.{name}")) for name in ("nic", "nvlink"))
-        return cls(**{**values, "device": Device(**{**device, "efficiency": efficiency}), "nic": nic, "nvlink": nvlink})
+        device = {**device, "efficiency": efficiency, "scales": scales}
+        return cls(**{**values, "device": Device(**device), "nic": nic, "nvlink": nvlink})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that `read` takes back."""
+        scales = {kind: asdict(scale) for kind, scale in self.device.scales.items()}
+        device = replace(self.device, scales={})
+        found = asdict(replace(self, device=device))
+        found["device"]["scales"] = scales
+        return found
 
 
 def width_of(dtype: str) -> int:
@@ -165,8 +196,9 @@ def width_of(dtype: str) -> int:
 
 def _checked(kind: type[Any], content: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The content as a dict, after its keys have been compared with the fields of a dataclass."""
-    wanted = {field.name for field in fields(kind)}
-    if missing := sorted(wanted - set(content)):
+    wanted = {part.name for part in fields(kind)}
+    needed = {part.name for part in fields(kind) if part.default is MISSING and part.default_factory is MISSING}
+    if missing := sorted(needed - set(content)):
         raise PlanError(f"{place} lacks {', '.join(missing)}")
     if strange := sorted(set(content) - wanted):
         raise PlanError(f"{place} has no setting {', '.join(strange)}; it has {', '.join(sorted(wanted))}")

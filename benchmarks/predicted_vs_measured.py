@@ -1,0 +1,274 @@
+"""Predicted step time beside the measured one: real models on real ranks (gloo) that calibrate the cost model first.
+
+Every rank computes with one thread. Where there are fewer cores than ranks, ranks share them: the calibration measures
+that (all ranks at once, one alone), and says how many ranks compute at full speed at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+from lightning_afd.allocate.calibration import Calibration
+from lightning_afd.allocate.candidates import simulated
+from lightning_afd.allocate.request import Candidate
+from lightning_afd.calibrate import RankLinks, calibrate
+from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices
+from lightning_afd.engine import Engine
+from lightning_afd.model.place import dense_parameters, owned_parameters
+from lightning_afd.placement import Layout
+from lightning_afd.plan import make_plan
+from lightning_afd.recipes.local_job import micro_batch_loss, step_of
+from lightning_afd.recipes.shapes import named_cluster
+from lightning_afd.reduction import StepGradients
+from lightning_afd.schedule.orders import Knobs
+from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
+
+CPU = torch.device("cpu")
+CHOICES = Choices(precision=PRECISIONS["32"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and its micro-batches."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    rows: int
+    length: int
+    layers: int = 4
+    vocab: int = 1024
+
+    @property
+    def batch(self) -> BatchShape:
+        return BatchShape.rows(self.rows, self.length)
+
+    def model(self) -> nn.Module:
+        """On the meta device."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(
+            "qwen3_moe",
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 32,
+            num_key_value_heads=self.hidden // 64,
+            head_dim=32,
+            num_experts=self.experts,
+            num_experts_per_tok=self.top_k,
+            moe_intermediate_size=self.width,
+            vocab_size=self.vocab,
+        )
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+        return model
+
+
+SIZES = {
+    "small": Size(hidden=128, width=128, experts=8, top_k=2, rows=2, length=128),
+    "standard": Size(hidden=256, width=256, experts=8, top_k=4, rows=1, length=512),
+}
+LAYOUTS = {
+    2: (Layout(attention=1, ffn=1),),
+    4: (
+        Layout(attention=2, ffn=2),
+        Layout(attention=3, ffn=1),
+        Layout(attention=1, ffn=3),
+        Layout(attention=1, ffn=1, groups=2),
+    ),
+}
+ORDERS = (("sequential", 4), ("af-pipe", 4), ("af-pipe", 8), ("zero-bubble", 8))
+"""And micro-batches per A rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is predicted and measured."""
+
+    layout: Layout
+    order: str
+    micro_batches: int
+
+    @property
+    def group(self) -> int:
+        """The engine's own: runs of G = 2P."""
+        return 4 * self.layout.depth
+
+    def __str__(self) -> str:
+        return f"{self.layout.describe():<28} {self.order:<11} R={self.micro_batches}"
+
+    def predicted(self, calibration: Calibration) -> float:
+        """Seconds of a step by the planner."""
+        candidate = Candidate(
+            layout=self.layout,
+            order=self.order,
+            group=self.group,
+            micro_batches=self.micro_batches,
+            passes=1,
+            recompute="none",
+            recompute_experts=False,
+            formula_seconds=0.0,
+            bound_seconds=0.0,
+            memory_bytes=0.0,
+        )
+        return simulated(calibration.request(self.micro_batches * self.layout.attention), candidate).seconds
+
+
+class Job:
+    """One rank of a case, with an optimizer."""
+
+    def __init__(self, case: Case, size: Size, rank: int, transport: P2PTransport) -> None:
+        self._case, self._rank = case, rank
+        self._model = size.model()
+        plan, layers = make_plan(
+            self._model,
+            case.layout,
+            order=case.order,
+            micro_batches=case.micro_batches,
+            knobs=Knobs(group=case.group),
+        )
+        self._engine = Engine(plan, rank, transport, transport)
+        self._engine.place(self._model, layers)
+        self._engine.materialise(self._model, layers, CPU)
+        self._engine.connect(self._model, layers, CPU)
+        owned = [parameter for _, parameter in owned_parameters(self._model)]
+        engine = self._engine
+        self._gradients = StepGradients(owned, dense_parameters(self._model), engine.sums, engine.collectives)
+        self._optimizer = torch.optim.AdamW(owned, lr=1e-4)
+        generator = torch.Generator().manual_seed(rank)
+        shape = (case.micro_batches, size.rows, size.length)
+        self._ids_RBS = torch.randint(0, size.vocab, shape, generator=generator)
+
+    def step(self) -> None:
+        """As Lightning's loop calls it, without Lightning."""
+        engine, count = self._engine, self._case.micro_batches
+        steps = [
+            step_of(lambda ids=ids: micro_batch_loss(self._model, ids), 1 / count)  # type: ignore[misc]
+            for ids in (self._ids_RBS if engine.is_attention else ())
+        ]
+        engine.agree(len(steps), float(len(steps)))
+        self._gradients.begin(last=True)
+        engine.run(steps, count, training=True)
+        self._gradients.end()
+        self._optimizer.zero_grad()
+        self._gradients.install(torch.ones(()), last=True)
+        self._optimizer.step()
+
+
+def cases(world: int) -> Iterator[Case]:
+    for layout in LAYOUTS[world]:
+        for order, micro_batches in ORDERS:
+            yield Case(layout=layout, order=order, micro_batches=micro_batches)
+
+
+def seconds_of(job: Job) -> float:
+    """Of one step, from the first rank's start to the last one's end."""
+    dist.barrier()
+    start = time.perf_counter()
+    job.step()
+    mine = (start, time.perf_counter())
+    everyone: list[tuple[float, float]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return max(end for _, end in everyone) - min(begin for begin, _ in everyone)
+
+
+def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    transports = {}
+    for layout in LAYOUTS[world]:
+        groups = ProcessGroups(layout, rank, timedelta(seconds=120))
+        groups.warm(CPU)
+        transports[layout] = groups, P2PTransport(groups, CPU)
+    for name in options.sizes:
+        compare(name, rank, world, {layout: transport for layout, (_, transport) in transports.items()}, options)
+    dist.barrier()
+    for groups, _ in transports.values():
+        groups.destroy()
+    dist.destroy_process_group()
+
+
+def compare(
+    name: str, rank: int, world: int, transports: dict[Layout, P2PTransport], options: argparse.Namespace
+) -> None:
+    size, links = SIZES[name], RankLinks.over_default_group((0,) * world, CPU)
+    calibrations = [measured_rates(size, links, options)]
+    tried = list(cases(world))
+    jobs = [Job(case, size, rank, transports[case.layout]) for case in tried]
+    found: list[list[float]] = [[] for _ in tried]
+    for repetition in range(options.repeat + 1):
+        for number, job in enumerate(jobs):
+            seconds = seconds_of(job)
+            if repetition:  # the first one asks for buffers
+                found[number].append(seconds)
+    calibrations.append(measured_rates(size, links, options))
+    if rank == 0:
+        report(name, world, calibrations, dict(zip(tried, found, strict=True)))
+
+
+def measured_rates(size: Size, links: RankLinks, options: argparse.Namespace) -> Calibration:
+    return calibrate(
+        size.model(),
+        size.batch,
+        named_cluster("local"),
+        links,
+        budget_seconds=options.budget,
+        progress=lambda text, share: None,
+        choices=CHOICES,
+    )
+
+
+def report(name: str, world: int, calibrations: list[Calibration], found: dict[Case, list[float]]) -> None:
+    """Measured over predicted, with the calibration before and with that behind the steps."""
+    lines = []
+    for calibration in calibrations:
+        cluster = calibration.cluster
+        lines.append(
+            f"{world} ranks, {name}: {cluster.at_once:.2f} ranks compute at full speed at the same time; links "
+            f"{cluster.nvlink.gb_per_s:.2f} GB/s, {cluster.nvlink.latency_us:.0f} us, half at "
+            f"{cluster.nvlink.half_kib:.0f} KiB; "
+            + " ".join(f"{kind} {scale.factor:.2f}" for kind, scale in cluster.device.scales.items())
+        )
+    for case, seconds in found.items():
+        predicted = [case.predicted(calibration) for calibration in calibrations]
+        measured = statistics.median(seconds)
+        ratios = ", ".join(f"{measured / value:.2f}" for value in predicted)
+        lines.append(
+            f"{case}  predicted {predicted[0] * 1e3:7.1f} ms  measured {measured * 1e3:7.1f} ms "
+            f"({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})  measured / predicted {ratios}"
+        )
+    print("\n".join(lines), flush=True)  # noqa: T201
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=LAYOUTS)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds of a calibration")
+    options = parser.parse_args()
+    for world in options.ranks:
+        multiprocessing.spawn(work, (world, free_port(), options), nprocs=world)
+
+
+if __name__ == "__main__":
+    main()
