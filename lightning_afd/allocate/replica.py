@@ -15,6 +15,7 @@ from lightning_afd.allocate.choose import Effort, choose
 from lightning_afd.allocate.collocated import Prediction
 from lightning_afd.allocate.fit import Fitting
 from lightning_afd.allocate.request import Candidate, Request
+from lightning_afd.allocate.simulated import shared_seconds
 from lightning_afd.baselines.collocated import Collocated, Costs
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.job import BatchShape
@@ -125,13 +126,17 @@ def _together(request: Request, micro_batches: int) -> Prediction | None:
     rung = request.rungs[0]
     job = request.job(Layout(attention=1, ffn=1), micro_batches, rung)
     costs = Costs(job=job, layout=Collocated(data=ranks, experts=ranks), shape=shape)
-    schedule = programs_of(Layout.together(ranks), "flowmoe", shape).schedule
+    together = Layout.together(ranks)
+    schedule = programs_of(together, "flowmoe", shape).schedule
+    simulation = simulate(schedule, costs.load())
+    timeline = simulation.timeline
+    reduces = max(0.0, simulation.seconds - timeline.end)
     memory = costs.memory(schedule)
     if memory > request.cluster.device.memory_bytes:
         return None
     return Prediction(
         name=f"collocated (flowmoe, {micro_batches} micro-batches)",
-        seconds=simulate(schedule, costs.load()).seconds + costs.update_seconds(),
+        seconds=shared_seconds(timeline, together, request.cluster) + reduces + costs.update_seconds(),
         detail=f"experts over {ranks} ranks, {micro_batches} micro-batches, recompute={rung[0]}",
         memory_bytes=memory,
         micro_batches=micro_batches,

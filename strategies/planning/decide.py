@@ -16,13 +16,14 @@ from lightning_afd.checkpoint import open_checkpoint
 from lightning_afd.cost.job import BatchShape
 from lightning_afd.errors import CheckpointError, PlanError
 from lightning_afd.model.place import placed_layout
+from lightning_afd.model.sample import shape_of
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.config import AFDConfig, Arrangement
 from lightning_afd.strategies.planning.measured import Calibrate, described
 from lightning_afd.strategies.planning.progress import showing_progress
-from lightning_afd.strategies.planning.subject import Rows, choices_of, random_numbers_untouched, rows_of_fit, shape_of
+from lightning_afd.strategies.planning.subject import Rows, choices_of, random_numbers_untouched, rows_of_fit
 from lightning_afd.strategies.planning.trials import Trials
 
 if TYPE_CHECKING:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +15,19 @@ from torch.nn import functional as F
 
 from lightning_afd.allocate.request import Candidate
 from lightning_afd.engine import Engine
-from lightning_afd.model.lazy import without_storage
 from lightning_afd.model.place import dense_parameters, owned_parameters
+from lightning_afd.model.sample import sample_of
 from lightning_afd.placement import Layout
 from lightning_afd.plan import make_plan
 from lightning_afd.reduction import StepGradients
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.config import AFDConfig
-from lightning_afd.strategies.planning.subject import hub_config
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Timing:
     """What is timed."""
 
     rows: int
@@ -46,21 +43,21 @@ class Sample:
 class StepTimer:
     """Makes a layout's process groups and ranks, runs some steps, and takes all of it away again."""
 
-    def __init__(self, strategy: RankedStrategy, module: nn.Module, config: AFDConfig, sample: Sample) -> None:
+    def __init__(self, strategy: RankedStrategy, module: nn.Module, config: AFDConfig, timing: Timing) -> None:
         self._strategy = strategy
         self._precision = strategy.precision_plugin
         self._config = config
-        self._sample = sample
-        self._shape = hub_config(module)
-        self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        self._timing = timing
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        self._sample = sample_of(module, dtype, strategy.root_device, timing.layers)
 
     def seconds(self, layout: Layout) -> float:
         """Collective: the fastest of the steps behind a first one, each as long as its slowest rank's."""
         with self._groups(layout) as groups:
             device = self._strategy.root_device
             transport = P2PTransport(groups, device)
-            arrangement = replace(self._config.planned(self._sample.candidate), layout=layout)
-            model = self._model()
+            arrangement = replace(self._config.planned(self._timing.candidate), layout=layout)
+            model = self._sample.copy()
             plan, layers = make_plan(model, layout, **self._config.choices(arrangement))
             engine = Engine(plan, self._strategy.global_rank, transport, transport)
             engine.place(model, layers)
@@ -71,7 +68,7 @@ class StepTimer:
             sums = StepGradients(
                 owned, dense_parameters(model), engine.sums, engine.collectives, engine.runtime.reducing
             )
-            times = [self._step(engine, model, sums) for _ in range(self._sample.repetitions + 1)]
+            times = [self._step(engine, model, sums) for _ in range(self._timing.repetitions + 1)]
             slowest = [max(each) for each in zip(*transport.all_gather(times), strict=True)]
             engine.disconnect()
         return min(slowest[1:])
@@ -108,12 +105,12 @@ class StepTimer:
 
     @property
     def _count(self) -> int:
-        return min(self._sample.candidate.micro_batches, self._sample.rows)
+        return min(self._timing.candidate.micro_batches, self._timing.rows)
 
     def _steps(self, model: nn.Module) -> list[UserStep]:
         """The micro-batches of a replica: random ids."""
-        shape = (self._sample.rows, self._sample.tokens)
-        ids = torch.randint(0, self._shape.vocab_size, shape).to(self._strategy.root_device)
+        shape = (self._timing.rows, self._timing.tokens)
+        ids = torch.randint(0, self._sample.whole.vocab, shape).to(self._strategy.root_device)
         return [self._user_step(model, part) for part in ids.tensor_split(self._count)]
 
     def _user_step(self, model: nn.Module, ids_BS: Tensor) -> UserStep:
@@ -123,25 +120,3 @@ class StepTimer:
 
         around = self._precision.train_step_context
         return UserStep(function=function, around=around, weight=1.0 / self._count, loss_of=lambda loss: loss)
-
-    def _model(self) -> nn.Module:
-        """On the meta device until it is known what this rank owns."""
-        from transformers import AutoModelForCausalLM
-
-        config, layers = copy.deepcopy(self._shape), self._sample.layers
-        config.num_hidden_layers = layers
-        for name, value in _ALL_MOE.items():
-            if hasattr(config, name):
-                setattr(config, name, value)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[-layers:]
-        ways: dict[str, Any] = {
-            name: getattr(config, f"_{name}", None) for name in ("attn_implementation", "experts_implementation")
-        }
-        chosen = {name: way for name, way in ways.items() if way is not None}
-        with without_storage():
-            return AutoModelForCausalLM.from_config(config, dtype=self._dtype, **chosen).train()
-
-
-_ALL_MOE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
-"""Fields by which families have dense layers, with the values that they have none at."""

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_afd.batch import tensors_in
-from lightning_afd.cost.config import model_shape
 from lightning_afd.cost.job import PRECISIONS, Choices
-from lightning_afd.cost.model import ModelShape
 from lightning_afd.errors import PlanError
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.global_batch import GlobalBatch
@@ -34,20 +32,6 @@ class Rows:
     rows: int
     tokens: int
     """Of each row, padding included."""
-
-
-def hub_config(module: nn.Module) -> Any:
-    """The first transformers configuration inside a module; raises PlanError where there is none."""
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if hasattr(config, "model_type") and hasattr(config, "to_dict"):
-            return config.get_text_config() if hasattr(config, "get_text_config") else config
-    raise PlanError(f"{type(module).__name__} has no model with a transformers configuration, which says its shapes")
-
-
-def shape_of(module: nn.Module) -> ModelShape:
-    """Raises PlanError where nothing says the shapes of the model inside `module`."""
-    return model_shape(hub_config(module).to_dict())
 
 
 def choices_of(config: AFDConfig, trainer: pl.Trainer) -> Choices:

@@ -21,7 +21,7 @@ from lightning_afd.placement import Layout
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.planning.measured import Progress
-from lightning_afd.strategies.planning.steps import Sample, StepTimer
+from lightning_afd.strategies.planning.steps import StepTimer, Timing
 
 FEW = 2
 """MoE layers of the timed model for each group of the deepest layout."""
@@ -66,14 +66,14 @@ class Trials:
         if not self._agree(planning.trials > 1 and len(layouts) > 1 and has_time and start.passes == 1):
             return Tried(layout=start.layout)
         few = with_few_layers(job, FEW * max(layout.depth for layout in layouts.values()))
-        sample = Sample(
+        timing = Timing(
             rows=job.rows,
             tokens=job.length,
             layers=len(few.request.model.moe),
             repetitions=planning.repetitions,
             candidate=start,
         )
-        timer = self._make_timer(self._strategy, self._module, self._config, sample)
+        timer = self._make_timer(self._strategy, self._module, self._config, timing)
         scale = Scale(job, few, start.micro_batches)
         try:
             found = self._search(layouts, start, timer, (scale, progress))
