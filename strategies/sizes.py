@@ -44,7 +44,7 @@ class Sizes:
         return replace(self, groups=world // (self.attention + self.ffn) if fits and world else 1)  # type: ignore[operator]
 
     def layout(self, world: int) -> Layout:
-        """The layout of a job with `world` ranks, by rule: what is open gets the rest, or half of the ranks.
+        """The layout of a job with `world` ranks, by rule: what is open gets the rest, or half of the ranks if it can.
 
         Raises MisconfigurationException where they do not fit.
         """
@@ -72,13 +72,13 @@ class Sizes:
         assert self.groups != "auto"
         a, f = _pair(self.groups)
         if self.attention == "auto" and self.ffn == "auto":
-            half = world // 2
-            if (world - half) % a or half % f:
+            halves = sorted((abs(a * x.attention - f * x.ffn), -x.attention, x.ffn) for x in self.layouts(world))
+            if not halves:
                 raise MisconfigurationException(
-                    f"strategy afd cannot divide {world} ranks into halves of {self.groups} group(s): "
-                    "set attention and ffn, for example AFDStrategy(attention=2, ffn=1), or another number of groups"
+                    f"strategy afd cannot divide {world} ranks into {self.groups} group(s) of attention and ffn: "
+                    "use more ranks, or another number of groups"
                 )
-            return (world - half) // a, half // f
+            return -halves[0][1], halves[0][2]
         if self.attention == "auto":
             assert self.ffn != "auto"
             return (world - f * self.ffn) // a, self.ffn

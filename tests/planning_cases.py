@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from cases import weights
 from fits import QUIET, Batch, Model, State
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from tiny import tiny_hf
+from tiny import tiny, tiny_hf
 from torch.utils.data import DataLoader
 
 from lightning_afd import AFDStrategy
@@ -21,6 +22,8 @@ from lightning_afd.allocate.calibration import Calibration
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.model.sample import shape_of
 from lightning_afd.strategies import afd, planned
+from lightning_afd.strategies.planning import decide
+from lightning_afd.strategies.planning.options import Planning
 
 ROWS, TOKENS = 4, 6
 """Of a batch of each replica."""
@@ -117,23 +120,47 @@ class Result:
     random: float = 0.0
 
 
+QUICK: dict[str, Any] = {"planning": Planning(trials=0)}
+"""A plan without trials on real steps."""
+
+
 def fit(
     world: int,
     change: Callable[[Cluster], Cluster] | None,
     options: dict[str, Any],
     folder: Path,
-    *,
-    module: Planned | None = None,
-    **trainer_options: Any,
+    resume: Path | None = None,
+    module: dict[str, Any] | None = None,
 ) -> Result:
     """Train on this rank; `change` None measures for real."""
-    module, said, ckpt_path = module or Planned(), list[str](), trainer_options.pop("ckpt_path", None)
+    trained, said = Planned(**(module or {})), list[str]()
+    known = None if change is None else Known(change)
+    trainer = trainer_of(world, options, folder, known)
     torch.manual_seed(5)
+    with patch.object(planned, "rank_zero_info", said.append), patch.object(afd, "rank_zero_info", said.append):
+        trainer.fit(trained, ckpt_path=resume)
+    strategy, plan = trainer.strategy, folder / "plan.json"
+    return Result(
+        layout=strategy.layout.describe(),
+        arrangement=strategy.arrangement,
+        losses=trained.losses,
+        weights=weights(trained),
+        gradients=trained.gradients,
+        said=said,
+        measured=0 if known is None else len(known.calls),
+        plan=plan.read_text() if plan.exists() else "",
+        random=float(torch.rand(())),
+    )
+
+
+def trainer_of(
+    world: int, options: dict[str, Any], folder: Path, known: Known | None, **trainer_options: Any
+) -> pl.Trainer:
+    """A quiet Trainer whose strategy measures nothing if it is known."""
     strategy = AFDStrategy(**options)
-    known = Known(change) if change is not None else None
     if known is not None:
-        strategy.calibrate = known
-    trainer = pl.Trainer(
+        strategy.calibrate = known  # type: ignore[method-assign]
+    return pl.Trainer(
         **{**QUIET, **trainer_options},
         accelerator="cpu",
         devices=world,
@@ -142,19 +169,59 @@ def fit(
         plugins=[LightningEnvironment()],
         default_root_dir=folder,
     )
-    with patch.object(planned, "rank_zero_info", said.append), patch.object(afd, "rank_zero_info", said.append):
-        trainer.fit(module, ckpt_path=ckpt_path)
-    return Result(
-        layout=strategy.layout.describe(),
-        arrangement=strategy.arrangement,
-        losses=module.losses,
-        weights=weights(module),
-        gradients=module.gradients,
-        said=said,
-        measured=len(known.calls) if known is not None else 1,
-        plan=(folder / "plan.json").read_text() if (folder / "plan.json").exists() else "",
-        random=float(torch.rand(())),
-    )
+
+
+def world_size() -> int:
+    """Of this job."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def fit_and_save(world: int, change: Callable[[Cluster], Cluster], folder: Path, path: Path) -> None:
+    """A planned fit with a checkpoint at its end, from which one can go on."""
+    trainer = trainer_of(world, QUICK, folder, Known(change), max_epochs=1)
+    trainer.fit(Planned())
+    trainer.save_checkpoint(path)
+
+
+def evaluate(folder: Path, checkpoint: Path | None) -> tuple[str, int]:
+    """Layout and measurements of a validation without a fit."""
+    known, module = Known(apart), Planned()
+    module.val_batches = [{k: torch.stack([row[k] for row in module.rows[:ROWS]]) for k in module.rows[0]}]
+    trainer = trainer_of(world_size(), QUICK, folder, known, limit_val_batches=1.0)
+    trainer.validate(module, verbose=False, ckpt_path=checkpoint)
+    return trainer.strategy.layout.describe(), len(known.calls)
+
+
+def fit_twice(world: int, folder: Path) -> tuple[list[str], list[int]]:
+    """One module in two Trainers."""
+    module, layouts, measured = Planned(), list[str](), list[int]()
+    for _ in range(2):
+        known = Known(apart)
+        trainer = trainer_of(world, QUICK, folder, known)
+        trainer.fit(module)
+        layouts.append(trainer.strategy.layout.describe())
+        measured.append(len(known.calls))
+    return layouts, measured
+
+
+def without_a_model(folder: Path) -> tuple[str, bool]:
+    """A fit of a model that no configuration describes: its layout, and whether that is explained on rank 0."""
+    module, said = Planned(), list[str]()
+    module.model = tiny(vocab=64, experts=4)
+    trainer = trainer_of(world_size(), QUICK, folder, Known(apart))
+    with patch.object(planned, "rank_zero_info", said.append):
+        trainer.fit(module)
+    return trainer.strategy.layout.describe(), any("transformers model" in line for line in said)
+
+
+def fit_with_failing_rank_0(folder: Path) -> None:
+    """What rank 0 alone does breaks."""
+
+    def breaks(*args: Any) -> None:
+        raise ValueError("the solver broke")
+
+    with patch.object(decide, "choose_for_replicas", breaks):
+        trainer_of(world_size(), QUICK, folder, Known(apart)).fit(Planned())
 
 
 def alone(replicas: int) -> Result:

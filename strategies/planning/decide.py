@@ -24,7 +24,7 @@ from lightning_afd.strategies.config import AFDConfig, Arrangement
 from lightning_afd.strategies.planning.measured import Calibrate, described
 from lightning_afd.strategies.planning.progress import showing_progress
 from lightning_afd.strategies.planning.subject import Rows, choices_of, random_numbers_untouched, rows_of_fit
-from lightning_afd.strategies.planning.trials import Trials
+from lightning_afd.strategies.planning.trials import Trials, Tried
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -177,8 +177,10 @@ class Decision:
             )
             job = self._job(measured, batch)
             plan = self._on_first(lambda: choose_for_replicas(job, Effort()))
-            trials = Trials(asked.strategy, asked.module, config, start + config.planning.budget_seconds)
-            found = trials.run(job, best_of(plan), progress)
+            found = Tried(layout=best_of(plan).layout)
+            if not self._falls_back(plan):
+                trials = Trials(asked.strategy, asked.module, config, start + config.planning.budget_seconds)
+                found = trials.run(job, best_of(plan), progress)
         if found.layout != best_of(plan).layout:
             own = replace(job, layouts=(found.layout,), micro_batches=(best_of(plan).micro_batches,))
             plan = self._on_first(lambda: choose_for_replicas(own, Effort()))
@@ -222,18 +224,22 @@ class Decision:
 
     # -- what follows ---------------------------------------------------------------------------------------------
 
+    def _falls_back(self, plan: PlanChoice) -> bool:
+        """Whether separate ranks are not worth it, and not asked for."""
+        config = self._config
+        return not plan.verdict.disaggregate and config.may_collocate and config.can_collocate
+
     def _follow(self, plan: PlanChoice, origin: str) -> Decided:
         best, config, verdict = best_of(plan), self._config, plan.verdict
-        if not verdict.disaggregate and config.may_collocate:
+        if self._falls_back(plan):
             if config.fallback == "error":
                 raise MisconfigurationException(
                     f"strategy afd ends, as fallback='error' says. {verdict.sentence} Use strategy='flowmoe', "
                     "fallback='collocated', or give attention and ffn"
                 )
-            if config.can_collocate:
-                cut = verdict.collocated[0].micro_batches if verdict.collocated else best.micro_batches
-                reason = f"{origin} says: {verdict.sentence}"
-                return Decided(arrangement=config.collocated(self._asked.world, reason, cut), plan=plan)
+            reason = f"{origin} says: {verdict.sentence}"
+            cut = verdict.collocated[0].micro_batches
+            return Decided(arrangement=config.collocated(self._asked.world, reason, cut), plan=plan)
         arrangement = config.planned(best)
         return Decided(arrangement=arrangement, plan=plan, lines=tuple(self._lines(plan, arrangement, origin)))
 

@@ -57,7 +57,9 @@ def described(nodes: int, per_node: int, device: torch.device) -> Cluster:
     """Nodes, ranks and memory of this job; rates are those of conf/cluster/local.yaml until they are measured."""
     content = yaml.safe_load(files("lightning_afd").joinpath("conf", "cluster", "local.yaml").read_text())
     local = Cluster.read({**content, "num_nodes": nodes, "devices_per_node": per_node, "nics_per_node": per_node})
-    return replace(local, device=replace(local.device, memory_gb=_memory(device, per_node) / 1e9))
+    rates = dict.fromkeys(("float64", "float32", "bfloat16", "float16"), 0.1) | dict(local.device.peak_tflops)
+    memory = _memory(device, per_node) / 1e9
+    return replace(local, device=replace(local.device, memory_gb=memory, peak_tflops=rates, name=device.type))
 
 
 def _memory(device: torch.device, per_node: int) -> float:
