@@ -26,7 +26,7 @@ PURE = (
 TORCH = (
     *("model", "transport", "expert_load", "batch", "segments", "sent", "gradients", "reduction", "optimizer", "plan"),
     *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank"),
-    *("engine", "rehearsal", "checkpoint", "measure"),
+    *("engine", "rehearsal", "checkpoint", "measure", "calibrate"),
 )
 LIGHTNING = ("namespace", "callbacks", "corpus", "data", "strategies", "conf", "recipes", "_registration", "__init__")
 LAYERS = PURE + TORCH + LIGHTNING

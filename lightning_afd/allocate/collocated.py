@@ -16,6 +16,7 @@ from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segmen
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import dense_parameters, expert_parameters
 from lightning_afd.cost.routing import visits
+from lightning_afd.cost.sums import sum_seconds
 from lightning_afd.cost.transfers import ROUTING_BYTES, row_bytes, slots_of
 from lightning_afd.placement import Layout
 
@@ -64,6 +65,11 @@ class _Layer:
     exchange: float
     """One all-to-all."""
 
+    def slower(self, factor: float) -> _Layer:
+        """With computations that take so many times as long."""
+        forward, backward, weights = (factor * value for value in (self.forward, self.backward, self.weights))
+        return replace(self, forward=forward, backward=backward, weights=weights)
+
 
 def baselines() -> dict[str, Predict]:
     """The layouts to compare with, by name."""
@@ -98,6 +104,7 @@ def _predict(name: str, request: Request, layout: _Layout, way: tuple[Rung, Over
     layer, tail = _layer(job, layout, overlap), sum(segment_seconds(job, job.model.segments[-1], 0.0).values())
     replicas = request.cluster.devices // layout.depth
     micro_batches, stage = request.per_replica(replicas), -(-len(request.model.moe) // layout.depth)
+    layer, tail = layer.slower(request.cluster.crowd), tail * request.cluster.crowd
     one = _both_ways(layer, overlap, rung) * stage
     bubble = (layout.depth - 1) * one / layout.virtual
     if overlap == "passes":  # DeepSeek-V3 (2412.19437), table 2: (PP / 2 - 1)(F&B + B - 3 W)
@@ -169,10 +176,9 @@ def _update_seconds(request: Request, job: Job, layout: _Layout, hidden: float) 
     cluster, precision = request.cluster, job.choices.precision
     replicas = cluster.devices // layout.depth
     dense, experts = (count / layout.depth for count in (dense_parameters(job, 0), expert_parameters(job, 0, 0)))
+    sums = ((dense, replicas, 1), (experts, replicas // layout.ranks, layout.ranks))
     total = sum(
-        cluster.nic.busy_seconds(count * precision.gradient_bytes * 2 * (n - 1) / n, 2 * n, cluster.ports)
-        for count, n in ((dense, replicas), (experts, replicas // layout.ranks))
-        if n > 1
+        sum_seconds(cluster, count * precision.gradient_bytes, ranks, apart=apart) for count, ranks, apart in sums
     )
     sharded = dense / (replicas if job.choices.shard_optimizer else 1)
     stage = -(-len(request.model.moe) // layout.depth)

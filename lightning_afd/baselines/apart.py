@@ -8,10 +8,11 @@ from functools import cached_property
 from itertools import islice
 from typing import Literal
 
-from lightning_afd.baselines.collocated import free_transfers, sum_latency, sum_seconds
+from lightning_afd.baselines.collocated import free_transfers
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import memory_of, scheduled_activations
 from lightning_afd.cost.times import StepCosts, step_costs
+from lightning_afd.cost.transfers import all_reduce_seconds
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.schedule.actions import Op, Phase
 from lightning_afd.schedule.fill import Pace
@@ -101,11 +102,11 @@ class Division:
         """Seconds of summing a segment's gradients over the A ranks of its group."""
         if worker.role == "F":
             return 0.0
-        model, shape, ranks = self.job.model, self.job.model.segments[segment], self.job.layout.attention
+        model, shape = self.job.model, self.job.model.segments[segment]
         parameters = sum(layer.attention_parameters(shared=self.job.shared_on_attention) for layer in shape.layers)
         parameters += model.vocab * model.hidden * (int(shape.embeds) + int(bool(shape.head) and not model.tied))
         nbytes = parameters * self.job.choices.precision.gradient_bytes
-        return sum_seconds(self.job.cluster, nbytes, ranks) + sum_latency(self.job.cluster, ranks)
+        return all_reduce_seconds(self.job, nbytes)
 
 
 def _split(job: Job) -> Job:

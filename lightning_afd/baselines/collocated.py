@@ -6,19 +6,18 @@ reduces and transfers unless asked for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
-from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.hardware import Link as PortLink
 from lightning_afd.cost.job import BatchShape, Job
 from lightning_afd.cost.memory import scheduled_activations
 from lightning_afd.cost.model import ExpertsShape
 from lightning_afd.cost.routing import visits
+from lightning_afd.cost.sums import sum_latency, sum_seconds
 from lightning_afd.cost.times import Key
 from lightning_afd.cost.transfers import ROUTING_BYTES, row_bytes, slots_of
 from lightning_afd.errors import PlanError
@@ -246,24 +245,6 @@ def free_transfers(load: Load) -> Load:
     """The same load with transfers that take no time."""
     links = {op: replace(link, latency=0) for op, link in load.links.items()}
     return replace(load, bytes=lambda action: 0, links=links)
-
-
-def sum_seconds(cluster: Cluster, nbytes: float, ranks: int, *, apart: int = 1) -> float:
-    """An all-reduce over ranks whose numbers are so far apart, without latency: rings inside the nodes, and for each
-    rank's share of the sum between them, both at the same time (NCCL uses all NICs of a node in this way)."""
-    near = max(1, min(ranks, cluster.devices_per_node // apart))
-    nodes = -(-ranks // near)
-    return max(
-        cluster.nvlink.busy_seconds(2 * (near - 1) / near * nbytes),
-        cluster.nic.busy_seconds(2 * (nodes - 1) / nodes * nbytes / near, 1, cluster.ports),
-    )
-
-
-def sum_latency(cluster: Cluster, ranks: int) -> float:
-    """Seconds of an all-reduce over neighbours, however small it is: up and down a binary tree, as in NCCL."""
-    near = min(ranks, cluster.devices_per_node)
-    inside, between = math.ceil(math.log2(near)), math.ceil(math.log2(-(-ranks // near)))
-    return 2 * (inside * cluster.nvlink.latency + between * cluster.nic.latency)
 
 
 def _rate(link: PortLink) -> float:

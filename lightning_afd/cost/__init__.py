@@ -7,5 +7,7 @@ routing.py    how many copies of a token travel, and how uneven experts are
 job.py        everything that an estimate is made for
 in_flight.py  how many micro-batches a schedule holds
 memory.py     bytes per rank
+sums.py       all-reduces
 times.py      seconds and bytes of each action
+measured.py   rates of a cluster out of what its ranks have measured
 """

@@ -161,6 +161,11 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
     @property
+    def crowd(self) -> float:
+        """How many times as long computations take while all ranks of a node compute."""
+        return max(1.0, self.devices_per_node / self.at_once)
+
+    @property
     def ports(self) -> float:
         """NICs of one device where they are shared out evenly."""
         return self.nics_per_node / self.devices_per_node
@@ -186,6 +191,8 @@ class Cluster:
         device = replace(self.device, scales={})
         found = asdict(replace(self, device=device))
         found["device"]["scales"] = scales
+        if math.isinf(self.at_once):
+            del found["at_once"]  # the default, which JSON does not know
         return found
 
 

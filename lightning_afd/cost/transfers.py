@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_afd.cost.job import Job
+from lightning_afd.cost.sums import sum_latency, sum_seconds
 from lightning_afd.cost.traffic import Side, Traffic, traffic
-from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 
 ROUTING_BYTES = 4
@@ -80,18 +80,12 @@ def slots_of(job: Job, layer: int) -> int:
 
 
 def all_reduce_seconds(job: Job, nbytes: float) -> float:
-    """Summing dense gradients over the A ranks of a group: a ring sends 2 (M - 1) / M of them per rank.
-
-    Patarasu and Yuan (J. Parallel Distrib. Comput. 69, 2009): bandwidth optimal.
-    """
+    """Summing dense gradients over the A ranks of a group, which are neighbours."""
     ranks = job.layout.attention
     if ranks == 1:
         return 0.0
-    cluster = job.cluster
-    apart = len({cluster.node_of(rank) for rank in job.layout.ranks_of(Worker("A", 0))}) > 1
-    link, ports = (cluster.nic, cluster.ports * job.choices.attention_nics) if apart else (cluster.nvlink, 1.0)
-    steps = 2 * (ranks - 1)
-    return steps * link.latency + link.busy_seconds(nbytes * steps / ranks, steps, ports)
+    busy = sum_seconds(job.cluster, nbytes, ranks, nics=job.choices.attention_nics)
+    return busy + sum_latency(job.cluster, ranks)
 
 
 def _exchange(job: Job, rows: Traffic, bytes_per_row: float, *, to_ffn: bool) -> ActionCost:

@@ -9,12 +9,13 @@ from functools import cache
 import pytest
 
 from lightning_afd.baselines.apart import best_apart, steps_apart
-from lightning_afd.baselines.collocated import Collocated, Costs, sum_seconds
+from lightning_afd.baselines.collocated import Collocated, Costs
 from lightning_afd.baselines.predict import METHODS, Setting, predict_baselines, trial, tuned
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices, Job
 from lightning_afd.cost.model import ModelShape
+from lightning_afd.cost.sums import sum_seconds
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.recipes.shapes import named_cluster, named_model

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_afd.allocate.calibration import Calibration
-from lightning_afd.calibrate_compute import Bench, Setting
-from lightning_afd.calibrate_links import GroupMail, Mail, far_peer, measure_pair, near_peer
+from lightning_afd.calibrate.compute import Bench
+from lightning_afd.calibrate.links import GroupMail, Mail, far_peer, measure_pair, near_peer
+from lightning_afd.calibrate.setting import Setting
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices
 from lightning_afd.cost.measured import Figures, Points, Sample, measured_cluster
