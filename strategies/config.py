@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from lightning_afd.allocate.collocated import Prediction
 from lightning_afd.allocate.request import Candidate
 from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
@@ -135,17 +136,18 @@ class AFDConfig(TrainingConfig):
     def planned(self, best: Candidate) -> Arrangement:
         """What a plan has chosen, where nothing else is given."""
         order = best.order if self.order == "auto" else self.order
-        chosen = {
-            "recompute": best.recompute if self.recompute == "auto" else self.recompute,
-            "recompute_experts": best.recompute_experts if self.recompute_experts == "auto" else self.recompute_experts,
-        }
         return Arrangement(
             layout=replace(best.layout, head=self.head),
             order=order,
             micro_batches=self._cut(best.micro_batches),
             group=best.group if order == best.order else "auto",
-            **chosen,
+            **self._again(best),
         )
+
+    def _again(self, plan: Candidate | Prediction) -> dict[str, Any]:
+        """What is computed again, by a plan where it is left open."""
+        names = ("recompute", "recompute_experts")
+        return {name: getattr(plan if getattr(self, name) == "auto" else self, name) for name in names}
 
     def needs_plan(self, world: int) -> bool:
         """Whether something is to be decided at the start of a fit."""
@@ -164,7 +166,7 @@ class AFDConfig(TrainingConfig):
     def _cut(self, default: int = 4) -> int:
         return default if self.micro_batches == "auto" else self.micro_batches
 
-    def collocated(self, world: int, reason: str, micro_batches: int = 4) -> Arrangement:
+    def collocated(self, world: int, reason: str, plan: Prediction | None = None) -> Arrangement:
         """The fallback; raises MisconfigurationException for options that only separate ranks have."""
         groups = 1 if self.groups == "auto" else self.groups
         try:
@@ -173,8 +175,9 @@ class AFDConfig(TrainingConfig):
                 raise PlanError(f"a collocated layout cannot have optimizer_sharding={self.optimizer_sharding!r}")
         except PlanError as error:
             raise MisconfigurationException(f"strategy afd falls back ({reason}), but {error}") from None
-        cut = self._cut(micro_batches)
-        return Arrangement(layout=layout, order="flowmoe", micro_batches=cut, reason=reason, **self.again)
+        cut = self._cut() if plan is None or plan.micro_batches is None else self._cut(plan.micro_batches)
+        again = self.again if plan is None else self._again(plan)
+        return Arrangement(layout=layout, order="flowmoe", micro_batches=cut, reason=reason, **again)
 
 
 @dataclass(frozen=True, kw_only=True)

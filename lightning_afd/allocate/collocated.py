@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_afd.allocate.fit import Fitting
-from lightning_afd.allocate.request import Request, Rung
+from lightning_afd.allocate.request import Recompute, Request, Rung
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import dense_parameters, expert_parameters
@@ -35,8 +35,10 @@ class Prediction:
     detail: str
     """Sizes, for people."""
     memory_bytes: float
-    micro_batches: int = 1
-    """Per step and rank."""
+    micro_batches: int | None = None
+    """Per step and rank, where a strategy can do the same; what is computed again stands below."""
+    recompute: Recompute = "none"
+    recompute_experts: bool = False
 
 
 Predict = Callable[[Request], Prediction | None]

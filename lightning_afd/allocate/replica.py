@@ -22,6 +22,7 @@ from lightning_afd.cost.job import BatchShape
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.programs import programs_of
+from lightning_afd.schedule.shape import Schedule
 from lightning_afd.simulate import simulate
 
 
@@ -111,33 +112,38 @@ def _nothing(job: Replicas) -> str:
 def _collocated(job: Replicas, asked: Request) -> Prediction | None:
     """The fastest step of the collocated layout, scaled to the rows of a step of the request."""
     ranks = asked.cluster.devices
+    if ranks > min(layer.experts for layer in asked.model.moe):
+        return None
     share = asked.layouts[0].attention / ranks
-    tried = (_together(job.at(Layout.together(ranks), count), count) for count in job.micro_batches)
+    tried = (_with_least_recomputation(job.at(Layout.together(ranks), count), count) for count in job.micro_batches)
     found = [replace(each, seconds=each.seconds * share) for each in tried if each is not None]
     return min(found, key=lambda prediction: prediction.seconds, default=None)
 
 
-def _together(request: Request, micro_batches: int) -> Prediction | None:
+def _with_least_recomputation(request: Request, micro_batches: int) -> Prediction | None:
     """All ranks with attention and a share of the experts, in order flowmoe; None where it has no room."""
     ranks, layers = request.cluster.devices, len(request.model.moe)
-    if ranks > min(layer.experts for layer in request.model.moe):
-        return None
-    shape = Stages(layers=layers, groups=1, chunks=1, micro_batches=micro_batches)
-    rung = request.rungs[0]
-    job = request.job(Layout(attention=1, ffn=1), micro_batches, rung)
-    costs = Costs(job=job, layout=Collocated(data=ranks, experts=ranks), shape=shape)
-    together = Layout.together(ranks)
+    together, shape = Layout.together(ranks), Stages(layers=layers, groups=1, chunks=1, micro_batches=micro_batches)
     schedule = programs_of(together, "flowmoe", shape).schedule
+    for rung in request.rungs:
+        job = request.job(Layout(attention=1, ffn=1), micro_batches, rung)
+        costs = Costs(job=job, layout=Collocated(data=ranks, experts=ranks), shape=shape)
+        memory = costs.memory(schedule)
+        if memory <= request.cluster.device.memory_bytes:
+            return Prediction(
+                name=f"collocated (flowmoe, micro_batches={micro_batches})",
+                seconds=_step_seconds(costs, schedule, together),
+                detail=f"experts over {ranks} ranks, {micro_batches} micro-batches, recompute={rung[0]}",
+                memory_bytes=memory,
+                micro_batches=micro_batches,
+                recompute=rung[0],
+                recompute_experts=rung[1],
+            )
+    return None
+
+
+def _step_seconds(costs: Costs, schedule: Schedule, layout: Layout) -> float:
+    """On ranks that share cores, with the sums of gradients as far as they show, and the update."""
     simulation = simulate(schedule, costs.load())
-    timeline = simulation.timeline
-    reduces = max(0.0, simulation.seconds - timeline.end)
-    memory = costs.memory(schedule)
-    if memory > request.cluster.device.memory_bytes:
-        return None
-    return Prediction(
-        name=f"collocated (flowmoe, {micro_batches} micro-batches)",
-        seconds=shared_seconds(timeline, together, request.cluster) + reduces + costs.update_seconds(),
-        detail=f"experts over {ranks} ranks, {micro_batches} micro-batches, recompute={rung[0]}",
-        memory_bytes=memory,
-        micro_batches=micro_batches,
-    )
+    sums = max(0.0, simulation.seconds - simulation.timeline.end)
+    return shared_seconds(simulation.timeline, layout, costs.job.cluster) + sums + costs.update_seconds()

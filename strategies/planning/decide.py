@@ -238,8 +238,8 @@ class Decision:
                     "fallback='collocated', or give attention and ffn"
                 )
             reason = f"{origin} says: {verdict.sentence}"
-            cut = verdict.collocated[0].micro_batches
-            return Decided(arrangement=config.collocated(self._asked.world, reason, cut), plan=plan)
+            arrangement = config.collocated(self._asked.world, reason, verdict.collocated[0])
+            return Decided(arrangement=arrangement, plan=plan)
         arrangement = config.planned(best)
         return Decided(arrangement=arrangement, plan=plan, lines=tuple(self._lines(plan, arrangement, origin)))
 

@@ -72,7 +72,7 @@ def test_where_separate_ranks_lose_all_get_both_roles(pool: RankPool, tmp_path: 
     ranks = pool.run(fit, 2, 2, together, {}, tmp_path)
     assert {rank.layout for rank in ranks} == {"2 collocated"} and len(ranks[0].said) == 1
     assert "trains collocated (order flowmoe): a plan after" in ranks[0].said[0]
-    assert "Do not disaggregate: collocated (flowmoe, 1 micro-batches) takes 0.481 s per step" in ranks[0].said[0]
+    assert "Do not disaggregate: collocated (flowmoe, micro_batches=1) takes 0.481 s per step" in ranks[0].said[0]
     plain = alone(2)
     assert ranks[0].losses == pytest.approx(plain.losses, rel=1e-10)
     assert worst(join([rank.weights for rank in ranks]), plain.weights)[0] <= 1e-9
