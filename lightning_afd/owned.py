@@ -53,7 +53,7 @@ class Owned:
         decoder = decoder_layers(root, layers)
         if self._layout.head == "ffn":
             check_head_is_apart(root, decoder)
-        mark_placed(layers, place)
+        mark_placed(layers, place, self._layout)
         self._keep(root, layers, decoder)
 
     def _keep(self, root: nn.Module, layers: Sequence[MoELayer], decoder: Sequence[DecoderLayer]) -> None:

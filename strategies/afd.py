@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -24,7 +23,6 @@ from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
 from lightning_afd.recording.saved import FOLDER
-from lightning_afd.strategies.config import AFDConfig, Arrangement, EPConfig
 from lightning_afd.strategies.divided import divide_state
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.expert_balance import ExpertBalance
@@ -32,16 +30,11 @@ from lightning_afd.strategies.gradient_norm import GradientNorm
 from lightning_afd.strategies.hooks import UserHooks
 from lightning_afd.strategies.loaders import EvaluationEpoch, Place, TrainingEpoch, share_loader
 from lightning_afd.strategies.notes import Activity
+from lightning_afd.strategies.planned import PlannedStrategy
 from lightning_afd.strategies.predictions import join_predictions
-from lightning_afd.strategies.refusals import (
-    refuse_optimizer,
-    refuse_options_of_separate_ranks,
-    refuse_unsupported,
-    refusing_several_optimizers,
-)
+from lightning_afd.strategies.refusals import refuse_optimizer, refuse_unsupported, refusing_several_optimizers
 from lightning_afd.strategies.scaler import loss_scale, share_found_inf
-from lightning_afd.strategies.seeds import Seeds
-from lightning_afd.strategies.stopping import StoppingStrategy
+from lightning_afd.strategies.seeds import Seeds, separate_random_numbers
 from lightning_afd.strategies.tracing import Figures, Tracer
 from lightning_afd.strategies.tuning import ChunkSize
 from lightning_afd.strategies.watch import activity_of
@@ -52,7 +45,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class AFDStrategy(StoppingStrategy):
+class AFDStrategy(PlannedStrategy):
     """Train a Mixture-of-Experts model with attention and routed experts on separate ranks.
 
     Options are those of `AFDConfig`: attention, ffn, groups, head, micro_batches, order and so on. Options of
@@ -64,18 +57,11 @@ class AFDStrategy(StoppingStrategy):
     """
 
     strategy_name = "afd"
-    config_type: type[AFDConfig] | type[EPConfig] = AFDConfig
-    order: str
-    """Order of the schedule."""
     tuning = Tuning()
     """How S_p is searched with reduce_chunk_bytes="auto"."""
 
     def __init__(self, **options: Any) -> None:
-        own = {name: options.pop(name) for name in self.config_type.__dataclass_fields__ if name in options}
-        refuse_options_of_separate_ranks(options, self.strategy_name)
-        self.config = self.config_type(**own)
-        super().__init__(timeout=self.config.timeout, weights_only=self.config.weights_only, **options)
-        self.nics = self.config.nics
+        super().__init__(**options)
         self.engine: Engine | None = None
         self._driver: Driver | None = None
         self._hooks: UserHooks | None = None
@@ -84,15 +70,6 @@ class AFDStrategy(StoppingStrategy):
         self._tracer: Tracer | None = None
         self._unshare_found_inf: Callable[[], None] = lambda: None
         self._accumulating = False
-
-    @override
-    def _configure_launcher(self) -> None:
-        self.arrange(self.config.arrange(self.num_processes * self.num_nodes))
-        super()._configure_launcher()
-
-    def arrange(self, arrangement: Arrangement) -> None:
-        """Decide how this job is trained, on all ranks alike and before they are connected."""
-        self.layout, self.order, self._reason = arrangement.layout, arrangement.order, arrangement.reason
 
     @property
     def stats(self) -> StepStats | None:
@@ -161,8 +138,9 @@ class AFDStrategy(StoppingStrategy):
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module)
-        if self._reason:
-            rank_zero_info(f"strategy {self.strategy_name} trains collocated (order {self.order}): {self._reason}")
+        self.settle(trainer)
+        if reason := self.arrangement.reason:
+            rank_zero_info(f"strategy {self.strategy_name} trains collocated (order {self.order}): {reason}")
         self.engine, layers = self._make_engine(module)
         self._place(module, layers)
         self.engine.materialise(module, layers, self.root_device)
@@ -183,7 +161,7 @@ class AFDStrategy(StoppingStrategy):
         assert self._groups is not None
         self._hooks = UserHooks(module, self.engine, self.guarded, self._groups.replicas, self._driver.metrics)
         self._judge_gradients(self.engine, module)
-        self._separate_random_numbers()
+        separate_random_numbers(self.layout.index_of(self.global_rank))
 
     def _judge_gradients(self, engine: Engine, module: pl.LightningModule) -> None:
         """Clipping, and what is done about gradients that are not finite, become decisions of all ranks together."""
@@ -194,7 +172,7 @@ class AFDStrategy(StoppingStrategy):
     def _make_engine(self, module: pl.LightningModule) -> tuple[Engine, Any]:
         """The engine of this rank, after all ranks have compared their plans."""
         try:
-            plan, layers = make_plan(module, self.layout, **self.config.choices(self.order))
+            plan, layers = make_plan(module, self.layout, **self.config.choices(self.arrangement))
         except PlanError as error:
             raise MisconfigurationException(str(error)) from error
         self.compare_plans(f"{plan!r}, {self.config.agreed()}")
@@ -220,12 +198,6 @@ class AFDStrategy(StoppingStrategy):
         if divided and self.engine is not None and self.engine.is_attention and self.layout.attention > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self.optimizers = divide_state(self.optimizers, schedulers, self._groups)
-
-    def _separate_random_numbers(self) -> None:
-        """Dropout differs between data replicas; replica 0 goes on as a single process would."""
-        index = self.layout.index_of(self.global_rank)
-        if index > 0:
-            torch.manual_seed(torch.initial_seed() + index)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -288,14 +260,6 @@ class AFDStrategy(StoppingStrategy):
             self._accumulating = False
 
     # -- data -----------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """One replica per A rank; F ranks look like the first one until their loader is replaced."""
-        worker = self.layout.worker_of(self.global_rank)
-        index = self.layout.index_of(self.global_rank) if worker.role == "A" else 0
-        return {"num_replicas": self.layout.attention, "rank": index}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -26,6 +26,7 @@ from lightning_afd.strategies.watch import activity_of
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
@@ -55,6 +56,7 @@ class RankedStrategy(ParallelStrategy):
         self._groups: ProcessGroups | None = None
         self._board: FailureBoard | None = None
         self._failed = False
+        self._sockets: OwnSockets
         self.transport: P2PTransport
         self.seeds: Seeds
         """Random numbers of this replica's micro-batches."""
@@ -91,10 +93,13 @@ class RankedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        ranks = Ranks(tell=self._child_ended, met=self._have_met)
+        ranks = Ranks(tell=self._child_ended, begins=self._begins, met=self._have_met)
         self._launcher = WatchingLauncher.of(namespace_of(self).package)(
             self.cluster_environment, self.num_processes, self.num_nodes, ranks
         )
+
+    def _begins(self, trainer: pl.Trainer) -> None:
+        """Before this process starts others, and before anything of the Trainer's work."""
 
     def _child_ended(self, local_rank: int, code: int) -> bool:
         """Tell all ranks that a process of this host ended without success; whether there was a way to tell them."""
@@ -127,7 +132,8 @@ class RankedStrategy(ParallelStrategy):
         device = None if self.root_device.type == "cpu" else self.root_device
         # Ranks of many hosts start at different times, and Lightning's own collectives wait for validation and disks.
         patience = max(self._timeout, timedelta(minutes=30))
-        with OwnSockets().opening():
+        self._sockets = OwnSockets()
+        with self._sockets.opening():
             meet = distributed._init_dist_connection
             meet(self.cluster_environment, self._backend, timeout=patience, device_id=device)
             self._failed = False
@@ -144,8 +150,12 @@ class RankedStrategy(ParallelStrategy):
             make_reachable(self.cluster_environment.main_address)
 
     def _connect(self) -> None:
-        """Collective: the groups in which the ranks talk during a step."""
+        """Collective, once the ranks have met."""
         self.compare_plans(repr(self.layout))
+        self.connect_ranks()
+
+    def connect_ranks(self) -> None:
+        """Collective: the groups in which the ranks talk during a step."""
         self._groups = ProcessGroups(self.layout, self.global_rank, self._timeout)
         self.transport = P2PTransport(self._groups, self.root_device)
         self._groups.warm(self.root_device)
@@ -179,6 +189,13 @@ class RankedStrategy(ParallelStrategy):
                 f"ranks 0 and {others[0]} were started with different plans ({len(others)} of {self.world_size} ranks "
                 f"differ from rank 0): {plan_0} against {plan_other}; start every rank with the same script and options"
             )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One replica per A rank; F ranks look like the first one until their loader is replaced."""
+        worker = self.layout.worker_of(self.global_rank)
+        index = self.layout.index_of(self.global_rank) if worker.role == "A" else 0
+        return {"num_replicas": self.layout.attention, "rank": index}
 
     # -- failure --------------------------------------------------------------------------------------------------
 

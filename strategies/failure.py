@@ -67,6 +67,11 @@ class FailureBoard:
         """Leave the reason, if nobody has left one before, and wake the other ranks."""
         self.notes.leave_cause(type(error).__name__, "\n".join([f"{error}", *getattr(error, "__notes__", [])]))
 
+    def rename(self, layout: Layout) -> None:
+        """From now on ranks are named by their roles in this layout."""
+        self.notes.rename(layout)
+        self.watch.rename(layout)
+
     def child_ended(self, rank: int, code: int) -> None:
         """A process of this host has ended without success, which other ranks may not notice."""
         self.notes.exited(rank, code)

@@ -38,6 +38,8 @@ class Ranks:
 
     tell: Callable[[int, int], bool]
     """Called with local rank and exit code of a process that has ended; whether the other ranks could be told."""
+    begins: Callable[[Any], None]
+    """Called with the Trainer before a fit, a test or a prediction."""
     met: Callable[[], bool]
     """Whether the ranks are, or were, connected, so that each one notices by itself when another one stops."""
 
@@ -53,6 +55,7 @@ class WatchingLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         over = threading.Event()
+        self._ranks.begins(trainer)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             _in_background(watch_children, self.procs, self._ranks.tell, over)

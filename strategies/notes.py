@@ -39,6 +39,10 @@ class Notes:
         self._rank = rank
         self._layout = layout
 
+    def rename(self, layout: Layout) -> None:
+        """From now on ranks are named by their roles in this layout."""
+        self._layout = layout
+
     def leave_cause(self, kind: str, text: str) -> None:
         """Leave the reason of the failure, if nobody has left one before, and wake all ranks."""
         self._try("compare_set", _CAUSE, "", json.dumps([self._rank, kind, text]))

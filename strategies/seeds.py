@@ -29,6 +29,12 @@ class Seeds:
         self._generator.set_state(state)
 
 
+def separate_random_numbers(replica: int) -> None:
+    """Dropout differs between data replicas; replica 0 goes on as a single process would."""
+    if replica > 0:
+        torch.manual_seed(torch.initial_seed() + replica)
+
+
 def random_state() -> dict[str, Any]:
     """State of this process's generators (torch, CUDA, numpy, Python) as tensors and plain values."""
     name, keys, position, has_gauss, gauss = np.random.get_state()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_afd.placement import Layout
 from lightning_afd.runtime import Runtime
 from lightning_afd.strategies.notes import ALARM, Activity, Notes, describe_cause
 
@@ -49,6 +50,10 @@ class Watch:
         self._patience = patience
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="afd-watch")
+
+    def rename(self, layout: Layout) -> None:
+        """From now on ranks are named by their roles in this layout."""
+        self._notes.rename(layout)
 
     def start(self) -> None:
         self._thread.start()

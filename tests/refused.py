@@ -56,9 +56,9 @@ def too_many_ranks() -> None:
     pl.Trainer(accelerator="cpu", devices=3, strategy=AFDStrategy(attention=1, ffn=1))
 
 
-def odd_world() -> None:
-    """Halves of 3."""
-    pl.Trainer(accelerator="cpu", devices=3, strategy="afd")
+def too_many_groups() -> None:
+    """Two groups of each role on 3 ranks."""
+    pl.Trainer(accelerator="cpu", devices=3, strategy=AFDStrategy(groups=2))
 
 
 def one_rank() -> None:

@@ -20,7 +20,19 @@ PACKAGE = "lightning_afd"
 MAX_LINES = 350
 
 PURE = (
-    *("errors", "placement", "packing", "nics", "schedule", "peers", "timeline", "draw", "waits", "regime", "recording"),
+    *(
+        "errors",
+        "placement",
+        "packing",
+        "nics",
+        "schedule",
+        "peers",
+        "timeline",
+        "draw",
+        "waits",
+        "regime",
+        "recording",
+    ),
     *("cost", "backlog", "lanes", "simulate", "baselines", "allocate", "tune", "report"),
 )
 TORCH = (

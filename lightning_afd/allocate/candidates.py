@@ -133,25 +133,31 @@ class _Least:
 
 
 def _layouts(request: Request) -> Iterator[_Least]:
-    model, devices = request.model, request.cluster.devices
-    experts = min(layer.experts for layer in model.moe)
-    narrowest = next(layer for layer in model.moe if layer.experts == experts)
+    experts = min(layer.experts for layer in request.model.moe)
+    narrowest = next(layer for layer in request.model.moe if layer.experts == experts)
     attention = _attention_seconds(request)
+    for layout in request.layouts or _useful_layouts(request, experts):
+        rounds = -(-len(request.model.moe) // layout.depth)
+        job = request.job(layout, 1, RUNGS[0])
+        ffn = expert_seconds(job, narrowest)
+        layer = max(sum(ffn.values()), least_nic_seconds(job, narrowest))
+        yield _Least(
+            layout=layout,
+            seconds=request.per_replica(layout.attention) * max(attention / layout.depth, layer * rounds),
+            way=attention + len(request.model.moe) * (ffn["f"] + ffn["b"]),
+        )
+
+
+def _useful_layouts(request: Request, experts: int) -> Iterator[Layout]:
+    """Those of which each rank makes a share smaller."""
+    devices = request.cluster.devices
     for groups in request.groups:
-        if 2 * groups > devices or groups > len(model.moe):
+        if 2 * groups > devices or groups > len(request.model.moe):
             continue
-        most, rounds = devices // groups - 1, -(-len(model.moe) // groups)
+        most = devices // groups - 1
         for a in attention_sizes(request.parts, most):
             for f in ffn_sizes(experts, most + 1 - a.ranks):
-                layout = Layout(attention=a.ranks, ffn=f.ranks, groups=groups)
-                job = request.job(layout, 1, RUNGS[0])
-                ffn = expert_seconds(job, narrowest)
-                layer = max(sum(ffn.values()), least_nic_seconds(job, narrowest))
-                yield _Least(
-                    layout=layout,
-                    seconds=request.per_replica(a.ranks) * max(attention / groups, layer * rounds),
-                    way=attention + len(model.moe) * (ffn["f"] + ffn["b"]),
-                )
+                yield Layout(attention=a.ranks, ffn=f.ranks, groups=groups)
 
 
 def _attention_seconds(request: Request) -> float:

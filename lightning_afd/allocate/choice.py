@@ -36,18 +36,32 @@ class PlanChoice:
     candidates: tuple[Candidate, ...]
     """Fastest first."""
     verdict: Verdict
+    model: str = ""
+    """What it is for: `ModelShape.describe`."""
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
-        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
+        Path(path).write_text(self.dumps())
+
+    def dumps(self) -> str:
+        """The content of `save`'s file."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> PlanChoice:
         """Read `save`'s file; raises PlanError if it is none, or of another version."""
         try:
-            content = json.loads(Path(path).read_text())
+            return cls.loads(Path(path).read_text(), str(path))
         except OSError as error:
             raise PlanError(f"plan={path} can't be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"plan={path} is no plan: {error}") from error
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> PlanChoice:
+        """Read what `dumps` has made; raises the errors of `load`, which name `path`."""
+        try:
+            content = json.loads(text)
         except ValueError as error:
             raise PlanError(f"plan={path} is no plan: {error}") from error
         if not isinstance(content, dict) or "version" not in content:
@@ -59,7 +73,7 @@ class PlanChoice:
         try:
             return _plan(content)
         except (TypeError, KeyError, ValueError) as error:
-            raise PlanError(f"plan={path} is damaged: {error}") from error
+            raise PlanError(f"plan={path} is damaged: {type(error).__name__} {error}") from error
 
 
 def _plan(content: Mapping[str, Any]) -> PlanChoice:

@@ -54,6 +54,7 @@ def choose(request: Request, effort: Effort) -> PlanChoice:
         division=_division(request, best, effort.solver),
         candidates=candidates,
         verdict=judge(request, best, predictions),
+        model=request.model.describe(),
     )
 
 

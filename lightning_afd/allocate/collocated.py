@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_afd.allocate.request import RUNGS, Request
+from lightning_afd.allocate.request import RUNGS, Recompute, Request
 from lightning_afd.baselines.predict import outlined
 from lightning_afd.placement import Layout
 
@@ -33,6 +33,10 @@ class Prediction:
     detail: str
     """Sizes, for people."""
     memory_bytes: float
+    micro_batches: int | None = None
+    """Per step and rank, where a strategy can do the same; what is computed again stands below."""
+    recompute: Recompute = "none"
+    recompute_experts: bool = False
 
 
 Predict = Callable[[Request], Prediction | None]

@@ -33,6 +33,8 @@ class Request:
     """Recomputation that is allowed; the first that fits is used, as it is the fastest."""
     groups: tuple[int, ...] = (1, 2, 4, 8)
     orders: tuple[str, ...] = ("af-pipe", "zero-bubble")
+    layouts: tuple[Layout, ...] = ()
+    """The only ones that are allowed; empty: all of these groups that the cluster has room for."""
 
     def __post_init__(self) -> None:
         if self.parts < 1:

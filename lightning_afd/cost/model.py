@@ -225,6 +225,15 @@ class ModelShape:
         known: dict[tuple[SegmentShape, ExpertsShape], int] = {}
         return tuple(known.setdefault(both, len(known)) for both in zip(self.segments, self.moe, strict=False))
 
+    def describe(self) -> str:
+        """`4 layers (3 of them with 8 experts, top 2), hidden 32, vocabulary 64, 123456 parameters`."""
+        experts = sorted({(layer.experts, layer.top_k) for layer in self.moe})
+        kinds = " and ".join(f"{count} experts, top {k}" for count, k in experts)
+        return (
+            f"{len(self.layers)} layers ({len(self.moe)} of them with {kinds}), hidden {self.hidden}, "
+            f"vocabulary {self.vocab}, {self.parameters().total} parameters"
+        )
+
     def parameters(self) -> Parameters:
         """All parameters, each once."""
         moe = self.moe

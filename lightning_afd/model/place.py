@@ -152,16 +152,22 @@ class _EmbeddingStub:
         return zeros
 
 
-def mark_placed(layers: Iterable[MoELayer], place: str) -> None:
+def mark_placed(layers: Iterable[MoELayer], place: str, layout: Layout) -> None:
     """Remember on the experts themselves that they were placed, so that a later fit or test finds it."""
     for layer in layers:
-        layer.experts.afd_placed = Placed(layer.num_experts, place)  # type: ignore[assignment]
+        layer.experts.afd_placed = Placed(layer.num_experts, place, layout)  # type: ignore[assignment]
 
 
 def placed_at(layers: Iterable[MoELayer]) -> str | None:
     """Where these layers were placed before; None for a whole model."""
     marks = [mark.place for layer in layers if (mark := mark_of(layer.experts)) is not None]
     return marks[0] if marks else None
+
+
+def placed_layout(root: nn.Module) -> Layout | None:
+    """The layout for which a module was split before; None for a whole one."""
+    marks = (mark_of(part) for part in root.modules())
+    return next((mark.layout for mark in marks if mark is not None), None)
 
 
 def _tail_of(decoder: Sequence[DecoderLayer]) -> int:

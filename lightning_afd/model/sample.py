@@ -37,18 +37,24 @@ class Sample:
         return copy.deepcopy(self.model)
 
 
-def sample_of(root: nn.Module, dtype: torch.dtype, device: torch.device) -> Sample:
-    """The sample of the model inside `root`, with parameters of `dtype`; buffers that have values lie on `device`.
+def sample_of(root: nn.Module, dtype: torch.dtype, device: torch.device, most: int = LAYERS) -> Sample:
+    """The sample of the model inside `root`, with parameters of `dtype` and at most so many MoE layers; buffers that
+    have values lie on `device`.
 
     Raises PlanError where there is no transformers model whose shapes can be read.
     """
     model = _language_model(root)
-    whole = model_shape(model.config.to_dict())  # type: ignore[operator, union-attr]
-    layers = find_moe_layers(model)[:LAYERS]
+    whole = shape_of(root)
+    layers = find_moe_layers(model)[:most]
     stack = layers[0].name.rpartition(".")[0]
     small = _without_other_layers(model, stack, [layer.layer for layer in layers], (dtype, device))
     shapes = [layer for layer in whole.layers if layer.experts is not None][: len(layers)]
     return Sample(model=small, layers=find_moe_layers(small), whole=whole, shape=replace(whole, layers=tuple(shapes)))
+
+
+def shape_of(root: nn.Module) -> ModelShape:
+    """The shapes of the model inside `root`; raises PlanError where they can't be read."""
+    return model_shape(_language_model(root).config.to_dict())  # type: ignore[operator, union-attr]
 
 
 def _language_model(root: nn.Module) -> nn.Module:

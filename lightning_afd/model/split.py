@@ -20,6 +20,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.compiled import refuse_compiled, refuse_compiled_routers
 from lightning_afd.model.experts import check_experts, is_experts
 from lightning_afd.model.shared import INSTEAD, SharedExperts, find_shared
+from lightning_afd.placement import Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,6 +93,7 @@ class Placed:
     num_experts: int
     place: str
     """Which rank of which layout the rest of the model was left to."""
+    layout: Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -85,7 +85,7 @@ def test_by_name_or_with_options(
 
 
 def test_the_fallback_is_a_choice() -> None:
-    apart = Arrangement(layout=Layout(attention=1, ffn=1), order="af-pipe")
+    apart = Arrangement(layout=Layout(attention=1, ffn=1), order="af-pipe", micro_batches=4)
     assert AFDConfig().arrange(2) == apart
     together = AFDConfig(order="layer-major").arrange(1)
     assert (together.layout, together.order) == (Layout.together(1), "flowmoe")

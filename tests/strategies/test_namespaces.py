@@ -179,7 +179,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 assert "afd" in pl.strategies.StrategyRegistry.available_strategies()
 assert not [finder for finder in sys.meta_path if getattr(finder, "package", "") == "pytorch_lightning"]
 options = dict(accelerator="cpu", devices=3, logger=False)
-for strategy in ("afd", AFDStrategy(attention=2, ffn=2)):
+for strategy in (AFDStrategy(groups=2), AFDStrategy(attention=2, ffn=2)):
     try:
         pl.Trainer(strategy=strategy, **options)
     except MisconfigurationException as error:
@@ -196,9 +196,9 @@ def test_a_user_of_the_mirror_never_loads_the_other_package() -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}){ALONE}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    by_name, by_options = (line for line in done.stdout.splitlines() if "strategy afd" in line)
-    assert "3 ranks into equal halves" in by_name
-    assert "needs 4 ranks" in by_options
+    by_groups, by_sizes = (line for line in done.stdout.splitlines() if "strategy afd" in line)
+    assert "3 ranks into 2 group(s)" in by_groups
+    assert "needs 4 ranks" in by_sizes
 
 
 def test_with_both_packages_the_strategy_says_for_which_one_it_is() -> None:

@@ -19,7 +19,7 @@ MISCONFIGURED, PLAN, PEER = "MisconfigurationException", "PlanError", "PeerFailu
 ALONE = {
     refused.too_few_ranks: ("needs 4 ranks", "Trainer has 3", "set devices=4"),
     refused.too_many_ranks: ("needs 2 ranks", "Trainer has 3", "set devices=2"),
-    refused.odd_world: ("3 ranks into equal halves", "AFDStrategy(attention=2, ffn=1)"),
+    refused.too_many_groups: ("3 ranks into 2 group(s) of attention and ffn", "use more ranks"),
     refused.one_rank: ("at least 2 ranks", "set devices=2"),
     refused.one_rank_with_two_groups: ("strategy afd falls back", "cannot have groups=2", "use groups=1"),
     refused.collocated_with_groups: ("strategy ep has no option groups, head", "use AFDStrategy"),
@@ -130,7 +130,7 @@ def test_the_first_cause_of_a_users_own_error(
         ),
         ({"groups": (1, 2, 3)}, "groups=(1, 2, 3): give one number for both roles, or a pair (attention groups, ffn"),
         ({"groups": "2,0"}, "groups=2,0: at least 1 is needed"),
-        ({"groups": [2, 1]}, "cannot divide 2 ranks into equal halves of (2, 1) group(s)"),
+        ({"groups": [2, 1]}, "cannot divide 2 ranks into (2, 1) group(s)"),
         (
             {"groups": "2, 1", "attention": 1, "ffn": 2},
             "needs 4 ranks (2 x 1A + 1 x 2F), but the Trainer has 2 (devices x num_nodes): set devices=4, or choose "
