@@ -18,7 +18,6 @@ from lightning_afd.calibrate.sample_job import ONE_EACH, SampleJob
 from lightning_afd.calibrate.setting import Setting, Taken, Timed, Times
 from lightning_afd.cost.measured import Point
 from lightning_afd.cost.times import StepCosts, step_costs
-from lightning_afd.cost.traffic import load_of
 from lightning_afd.model.experts import ExpertShard, shard_experts
 from lightning_afd.model.sample import Sample
 from lightning_afd.model.split import MoELayer
@@ -48,15 +47,13 @@ class Bench:
         return dict(found)
 
     def _experts(self, layout: Layout, packing: Times, seconds: float) -> dict[str, Point]:
-        job = self._setting.job(self._sample, layout)
-        load = load_of(job, self._sample.shape.moe[0])
+        """Each A rank's message is packed and unpacked apart."""
         taken = _experts_times(self._sample, self._setting, layout, seconds)
-        estimates = _estimates(step_costs(job))
-        tokens = layout.attention * self._setting.batch.tokens
-        rows = {"Ef": packing["f"], "Eb": packing["b"], "Ew": 0.0}
-        layers = len(self._sample.layers)
+        estimates = _estimates(step_costs(self._setting.job(self._sample, layout)))
+        messages = {"Ef": packing["f"], "Eb": packing["b"], "Ew": 0.0}
+        layers, senders = len(self._sample.layers), layout.attention
         return {
-            kind: Point(estimate=estimates[kind] / layers, seconds=taken[kind] + rows[kind] * load.tokens / tokens)
+            kind: Point(estimate=estimates[kind] / layers, seconds=taken[kind] + senders * messages[kind])
             for kind in taken
         }
 
