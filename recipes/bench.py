@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.bench.docs import check_docs
+from lightning_afd.bench.registry import resolve
 from lightning_afd.bench.report import show
 from lightning_afd.bench.result import Result
 from lightning_afd.bench.settings import Settings
@@ -34,7 +36,9 @@ def _job(config: DictConfig) -> None:
     try:
         check_given(config)
         values: Any = OmegaConf.to_container(config, resolve=True)
-        settings = Settings.read({**values, "command": " ".join(["lightning-afd bench", *sys.argv[1:]])})
+        settings = Settings.read({**values, "command": _command()})
+        for name in settings.contenders:
+            resolve(name)
         if settings.docs is not None and not config.parts:
             check_docs(Path(settings.docs), settings.docs_name)
         code = _one_by_one(settings.output_dir, config.parts) if config.parts else _run(settings)
@@ -44,6 +48,12 @@ def _job(config: DictConfig) -> None:
         fail("interrupted", 128 + signal.SIGINT)
     if code:
         sys.exit(code)
+
+
+def _command() -> str:
+    """What was typed, without the places that results go to."""
+    given = [argument for argument in sys.argv[1:] if not argument.startswith(("hydra.", "hydra/", "docs="))]
+    return shlex.join(["lightning-afd", "bench", *given])
 
 
 def _one_by_one(folder: str, names: list[str]) -> int:

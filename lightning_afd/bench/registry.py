@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from lightning_afd.bench import engine_step
-from lightning_afd.bench.job import Job, Step
-from lightning_afd.bench.names import parse
+from lightning_afd.bench.names import Spec, parse
 from lightning_afd.errors import PlanError
+
+if TYPE_CHECKING:
+    from lightning_afd.bench.job import Job, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,18 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 """Other systems by name."""
 
 
+def _make_own(job: Job, spec: Spec) -> Step:
+    """With the engine, which needs torch: names are checked before that is loaded."""
+    from lightning_afd.bench import engine_step
+
+    return engine_step.make(job, spec)
+
+
 def resolve(name: str, peers: Mapping[str, Peer] = PEERS) -> Contender:
     """The contender of a name; raises PlanError for one that is not known."""
     spec = parse(name)
     if spec is not None:
-        return Contender(name=str(spec), make=partial(engine_step.make, spec=spec))
+        return Contender(name=str(spec), make=partial(_make_own, spec=spec))
     if name in peers:
         return peers[name].contender(name)
     known = ", ".join(("afd", "ep", "experts-only", "flowmoe", *peers))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import RankPool
 
 from lightning_afd.bench.balance import next_width
 from lightning_afd.bench.compare import Comparison, Effort
 from lightning_afd.bench.docs import write_docs
-from lightning_afd.bench.engine_step import EngineStep
 from lightning_afd.bench.job import Arena, Job, Step
-from lightning_afd.bench.names import parse
 from lightning_afd.bench.rank import run
 from lightning_afd.bench.registry import Contender, Peer, available, resolve
 from lightning_afd.bench.report import show
 from lightning_afd.bench.result import SAME_LOSS, Result, Section
 from lightning_afd.bench.settings import Settings
-from lightning_afd.bench.workload import Workload
+from lightning_afd.bench.workload import Workload, loss_of
 from lightning_afd.errors import PlanError
 
 TINY: dict[str, Any] = {
@@ -88,51 +88,50 @@ def test_a_whole_run(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixtu
 PARTS = ("compute", "send", "reduce", "wait_for_A", "wait_for_net", "wait_for_F", "bubble")
 
 
-def other_data(job: Job) -> Step:
-    """A contender that trains on the tokens of other steps."""
-    job.use(replace(job.workload, seed=2))
-    spec = parse("ep")
-    assert spec is not None
-    step = EngineStep(job, spec.counted(1))
-    job.use(replace(job.workload, seed=1))
-    step.job = Shifted(job)  # type: ignore[assignment]
+def plain(job: Job, ahead: int) -> Step:
+    """Plain data parallelism, as another system would join; it takes the data of so many steps ahead."""
+    model = job.workload.model(job.device)
+    optimizer = job.workload.make_optimizer(list(model.parameters()))
+    numbers = count(ahead)
+
+    def step() -> float:
+        ids_bS = job.rows(next(numbers), job.rank, job.world)
+        loss = loss_of(model, ids_bS) * len(ids_bS) / job.workload.sequences
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        return loss.item()
+
     return step
 
 
-class Shifted:
-    """A job whose steps come one too early."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def rows(self, step: int, index: int, replicas: int) -> torch.Tensor:
-        return self._job.rows(step + 1, index, replicas)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._job, name)
-
-
-def compare_with(make: Any) -> tuple[Section, float]:
-    """A section with one contender that may be wrong, and how much computing alone changed a live loss."""
+def compare_with_plain() -> tuple[Section, float]:
+    """A section with right and wrong other systems, and by how much computing alone has moved weights."""
     torch.set_num_threads(1)
     job = Job.open(Arena(workload=Workload(**TINY), attention=2, ffn=1, micro_batches=2, device="cpu"))
-    comparison = Comparison(job, [resolve("afd"), resolve("ep"), Contender(name="other", make=make)])
+    others = [Contender(name=f"plain {ahead}", make=partial(plain, ahead=ahead)) for ahead in (0, 1)]
+    comparison = Comparison(job, [resolve("afd"), resolve("ep"), *others])
     section = comparison.section("tiny", Effort(repetitions=1))
     twin = comparison._alone[0]
-    before = [parameter.detach().clone() for parameter in twin._owned]
+    before = [parameter.detach().clone() for parameter in twin.model.parameters()]
     twin.compute_alone()
-    moved = max(float((a - b).abs().max()) for a, b in zip(before, twin._owned, strict=True))
+    after = twin.model.parameters()
+    moved = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True) if a.device.type != "meta")
     job.close()
     return section, moved
 
 
-def test_a_contender_with_other_data_is_found(pool: RankPool) -> None:
-    section, moved = pool.run(compare_with, 3, other_data)[0]
+def test_losses_are_those_of_plain_data_parallelism(pool: RankPool) -> None:
+    section, moved = pool.run(compare_with_plain, 3)[0]
     assert moved == 0.0, "computation alone must leave the weights as they are"
-    assert section.disagreement > 10 * SAME_LOSS
+    assert section.disagreement > 10 * SAME_LOSS, "the last one has other data"
     section.measured.pop()
     assert section.disagreement < SAME_LOSS
-    assert [one.plan.split(",")[0] for one in section.measured] == ["2A + 1F", "3 collocated"]
+    assert [one.plan.split(",")[0] for one in section.measured] == ["2A + 1F", "3 collocated", ""]
+    assert section.measured[2].over_bound is None and len(section.measured[2].seconds) == 1
 
 
 def test_contenders_that_are_not_installed_are_skipped_with_a_line() -> None:
@@ -170,6 +169,8 @@ def test_widths_are_searched_on_a_line() -> None:
         ),
         (("bench=everything",), "bench=everything is not a choice; bench can be bundle, "),
         (("contenders=[afd/upwards]",), "contender afd/upwards: order upwards is not a choice"),
+        (("contenders=[nobody]",), "contender nobody is not known; choices: afd, ep, experts-only, flowmoe, with "),
+        (("docs=nowhere.md",), "docs=nowhere.md can't be read: No such file"),
         (("workload.depth=3",), "workload.depth is not a setting; workload has "),
     ],
 )
