@@ -2,8 +2,8 @@
 
 python benchmarks/planner_regret.py [--instances 12] [--seed 0]
 
-Each instance is a random job (model of the papers, layers, length, batch, nodes, network) on devices with as much memory
-as anything needs; all its layouts, orders and runs are simulated. Printed are the formula's error over all of them, and
+Each instance is a random job (model of the papers, layers, length, batch, nodes, network) on devices with much memory;
+all its layouts, orders and runs are simulated. Printed are the formula's error over all of them, and
 the regret of `choose`: its step time over the least of all.
 """
 
