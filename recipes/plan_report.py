@@ -44,10 +44,10 @@ def candidates_table(choice: PlanChoice) -> Table:
     for candidate in list(best.values())[:SHOWN]:
         passes = f"{candidate.passes} x {candidate.micro_batches}"
         recompute = candidate.recompute + (" + experts" if candidate.recompute_experts else "")
-        times = (candidate.memory_bytes / 1e9, candidate.formula_seconds, candidate.seconds)
         order = f"{candidate.order}, {candidate.group}"
-        numbers = (f"{times[0]:.1f}", *(f"{seconds:.4g}" for seconds in times[1:]))
-        table.add_row(candidate.layout.describe(), order, passes, recompute, *numbers)
+        memory, formula = f"{candidate.memory_bytes / 1e9:.1f}", f"{candidate.formula_seconds:.4g}"
+        simulated = "" if candidate.simulated_seconds is None else f"{candidate.simulated_seconds:.4g}"
+        table.add_row(candidate.layout.describe(), order, passes, recompute, memory, formula, simulated)
     return table
 
 

@@ -34,7 +34,7 @@ class PlanChoice:
     division: Split | None
     """What the linear program says about one group of this layout's number of groups."""
     candidates: tuple[Candidate, ...]
-    """Fastest first."""
+    """Fastest first, and behind them those whose formula was too slow to simulate them."""
     verdict: Verdict
     model: str = ""
     """What it is for: `ModelShape.describe`."""

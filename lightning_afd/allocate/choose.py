@@ -38,11 +38,12 @@ def choose(request: Request, effort: Effort) -> PlanChoice:
     found = best_candidates(request, effort.layouts)
     near = [c for c in found if c.formula_seconds <= effort.slack * found[0].formula_seconds]
     ranked = sorted((simulated(request, candidate) for candidate in near), key=_key)
+    far = found[len(near) :]
     for candidate in ranked[: effort.refined]:
         ranked += [simulated(request, way) for way in _others(request, candidate, ranked, longest=True)]
     ranked.sort(key=_key)
     ranked += [simulated(request, way) for way in _others(request, ranked[0], ranked, longest=False)]
-    candidates = tuple(sorted(ranked, key=_key))
+    candidates = (*sorted(ranked, key=_key), *far)
     best = candidates[0]
     predictions = [found for found in (predict(request) for predict in effort.predict.values()) if found is not None]
     ports, choices = request.cluster.ports, request.choices
