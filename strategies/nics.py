@@ -146,5 +146,6 @@ def checked_nics(nics: object) -> None:
         return
     if not isinstance(nics, Mapping) or not nics or not set(nics) <= {"A", "F"}:
         raise MisconfigurationException(
-            f"nics={nics!r}: choose 'auto', None, or names by role, for example nics={{'A': ['mlx5_0'], 'F': ['mlx5_1']}}"
+            f"nics={nics!r}: choose 'auto', None, or names by role, "
+            "for example nics={'A': ['mlx5_0'], 'F': ['mlx5_1']}"
         )

@@ -173,7 +173,11 @@ class _Summed:
 
 class _LocalSum:
     def __init__(
-        self, tensor: Tensor, box: dict[int, Any], ranks: Sequence[int], wait_until: Callable[[Callable[[], bool]], None]
+        self,
+        tensor: Tensor,
+        box: dict[int, Any],
+        ranks: Sequence[int],
+        wait_until: Callable[[Callable[[], bool]], None],
     ) -> None:
         self._tensor, self._box, self._ranks, self._wait_until = tensor, box, ranks, wait_until
 
