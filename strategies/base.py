@@ -145,7 +145,8 @@ class RankedStrategy(ParallelStrategy):
         first = self.node_rank * self.num_processes
         ranks = range(first, first + self.num_processes)
         node = NodeRanks(roles=tuple(self.layout.worker_of(r).role for r in ranks), local_rank=self.local_rank)
-        apply_nics(wanted_nics(self.nics, self.nic_shares, node), node, str(self._backend))
+        backend = str(self._backend)
+        apply_nics(wanted_nics(self.nics, self.nic_shares, node, backend), node, backend)
         if self.num_nodes > 1 and self.cluster_environment is not None:
             make_reachable(self.cluster_environment.main_address)
 

@@ -34,9 +34,9 @@ class NodeRanks:
     local_rank: int
     sysfs: Path = SYSFS
 
-    def divided(self, shares: NicShares) -> tuple[str, ...]:
-        """NICs of this rank: all of the node's fastest kind, in proportion to the shares of its ranks."""
-        names = infiniband_devices(self.sysfs) or interfaces(self.sysfs)
+    def divided(self, shares: NicShares, backend: str) -> tuple[str, ...]:
+        """NICs of this rank: all of the fastest kind that the backend can use, in proportion to the node's shares."""
+        names = (infiniband_devices(self.sysfs) if "nccl" in backend else []) or interfaces(self.sysfs)
         if not names:
             return ()
         return divide_nics(names, [shares.of(role) for role in self.roles])[self.local_rank]
@@ -56,7 +56,9 @@ class NodeRanks:
         return divide_nics(nics[role], [1.0] * len(alike))[alike.index(self.local_rank)]
 
 
-def wanted_nics(option: NicsOfRoles | str | None, shares: NicShares | None, node: NodeRanks) -> tuple[str, ...]:
+def wanted_nics(
+    option: NicsOfRoles | str | None, shares: NicShares | None, node: NodeRanks, backend: str
+) -> tuple[str, ...]:
     """The NICs of this rank by option and plan; none where the library is to choose.
 
     It does so, too, where the plan gives ranks of both roles the same: it knows which NIC is near to which device.
@@ -65,7 +67,7 @@ def wanted_nics(option: NicsOfRoles | str | None, shares: NicShares | None, node
         return node.named(option)
     if option is None or shares is None or shares.attention == shares.ffn:
         return ()
-    return node.divided(shares)
+    return node.divided(shares, backend)
 
 
 def apply_nics(
@@ -74,12 +76,11 @@ def apply_nics(
     """Tell the backend of this process its NICs; returns those that it now uses by our word.
 
     A variable that the user has set stays, and a line says so. NCCL takes all of them. gloo takes the first one: it
-    could use several in turn, but only as many on every rank.
+    could use several in turn, but only as many on every rank; and it has no use for InfiniBand devices.
     """
-    if not names:
+    variable, taken = _variable(names, node, backend)
+    if not taken:
         return ()
-    taken = tuple(names) if "nccl" in backend else tuple(names[:1])
-    variable = _variable(names, node, backend)
     value = ("=" if "nccl" in backend else "") + ",".join(taken)
     theirs = environment.setdefault(variable, value)
     if theirs != value:
@@ -88,10 +89,14 @@ def apply_nics(
     return taken
 
 
-def _variable(names: Sequence[str], node: NodeRanks, backend: str) -> str:
+def _variable(names: Sequence[str], node: NodeRanks, backend: str) -> tuple[str, tuple[str, ...]]:
+    """Where the names go, and which of them: of both kinds, InfiniBand devices for NCCL, interfaces for gloo."""
+    devices = infiniband_devices(node.sysfs)
+    fast = tuple(name for name in names if name in devices)
+    others = tuple(name for name in names if name not in devices)
     if "nccl" not in backend:
-        return GLOO
-    return IB if set(names) <= set(infiniband_devices(node.sysfs)) else SOCKETS
+        return GLOO, others[:1]
+    return (IB, fast) if fast else (SOCKETS, others)
 
 
 def make_reachable(first_host: str, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -146,5 +151,6 @@ def checked_nics(nics: object) -> None:
         return
     if not isinstance(nics, Mapping) or not nics or not set(nics) <= {"A", "F"}:
         raise MisconfigurationException(
-            f"nics={nics!r}: choose 'auto', None, or names by role, for example nics={{'A': ['mlx5_0'], 'F': ['mlx5_1']}}"
+            f"nics={nics!r}: choose 'auto', None, or names by role, "
+            "for example nics={'A': ['mlx5_0'], 'F': ['mlx5_1']}"
         )

@@ -37,7 +37,7 @@ def node(host: Sysfs, local_rank: int, roles: str = "AAFF") -> NodeRanks:
 def test_nccl_gets_the_devices_of_the_plan(host: Sysfs, local_rank: int, names: Any, value: str) -> None:
     environment: dict[str, str] = {}
     rank = node(host, local_rank)
-    assert apply_nics(wanted_nics("auto", UNEQUAL, rank), rank, "nccl", environment) == names
+    assert apply_nics(wanted_nics("auto", UNEQUAL, rank, "nccl"), rank, "nccl", environment) == names
     assert environment == {"NCCL_IB_HCA": value}
 
 
@@ -46,10 +46,12 @@ def test_hosts_without_infiniband_use_sockets(tmp_path: Path) -> None:
     for n in range(2):
         plain.interface(f"eth{n}", hardware=True)
     rank, environment = node(plain, 1, "AF"), dict[str, str]()
-    assert apply_nics(wanted_nics("auto", UNEQUAL, rank), rank, "cpu:gloo,cuda:nccl", environment) == ("eth1", "eth0")
+    assert apply_nics(
+        wanted_nics("auto", UNEQUAL, rank, "cpu:gloo,cuda:nccl"), rank, "cpu:gloo,cuda:nccl", environment
+    ) == ("eth1", "eth0")
     assert environment == {"NCCL_SOCKET_IFNAME": "=eth1,eth0"}
     environment = {}
-    assert apply_nics(wanted_nics("auto", UNEQUAL, rank), rank, "gloo", environment) == ("eth1",)
+    assert apply_nics(wanted_nics("auto", UNEQUAL, rank, "gloo"), rank, "gloo", environment) == ("eth1",)
     assert environment == {"GLOO_SOCKET_IFNAME": "eth1"}
 
 
@@ -60,13 +62,24 @@ def test_hosts_without_infiniband_use_sockets(tmp_path: Path) -> None:
 def test_the_library_chooses_where_nothing_is_wanted(host: Sysfs, option: Any, shares: NicShares | None) -> None:
     environment: dict[str, str] = {}
     rank = node(host, 0)
-    assert apply_nics(wanted_nics(option, shares, rank), rank, "nccl", environment) == ()
+    assert apply_nics(wanted_nics(option, shares, rank, "nccl"), rank, "nccl", environment) == ()
     assert not environment
+
+
+def test_gloo_has_no_use_for_infiniband(host: Sysfs) -> None:
+    rank, environment = node(host, 3), dict[str, str]()
+    assert apply_nics(wanted_nics("auto", UNEQUAL, rank, "gloo"), rank, "gloo", environment) == ("eth1",)
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth1"}
+    environment = {}
+    mixed = wanted_nics({"F": ["mlx5_0", "eth0"]}, None, node(host, 1, "AF"), "gloo")
+    assert apply_nics(mixed, rank, "gloo", environment) == ("eth0",)
+    assert apply_nics(mixed, rank, "nccl", environment) == ("mlx5_0",)
+    assert apply_nics(("mlx5_0",), rank, "gloo", environment) == ()
 
 
 def test_names_of_a_role_are_divided_over_its_ranks(host: Sysfs) -> None:
     option = {"A": ["mlx5_3"], "F": ["mlx5_0", "mlx5_1"]}
-    assert [wanted_nics(option, None, node(host, rank)) for rank in range(4)] == [
+    assert [wanted_nics(option, None, node(host, rank), "nccl") for rank in range(4)] == [
         *(("mlx5_3",), ("mlx5_3",)),
         *(("mlx5_0",), ("mlx5_1",)),
     ]
@@ -77,7 +90,7 @@ def test_a_name_that_is_not_there_is_refused(host: Sysfs) -> None:
     with pytest.raises(
         MisconfigurationException, match=r"mlx5_9 of A ranks is no NIC that is up .* has eth0, eth1, mlx5"
     ):
-        wanted_nics({"A": ["mlx5_0", "mlx5_9"]}, None, node(host, 0))
+        wanted_nics({"A": ["mlx5_0", "mlx5_9"]}, None, node(host, 0), "nccl")
 
 
 def test_what_the_user_has_set_holds_and_is_said(host: Sysfs, monkeypatch: pytest.MonkeyPatch) -> None:
