@@ -129,11 +129,11 @@ class TextDataModule(L.LightningDataModule):
     def _balanced(self, rows: PackedRows) -> BalancedSampler:
         replicas = Replicas(**((self.trainer and self.trainer.distributed_sampler_kwargs) or {}))
         sampler = BalancedSampler(rows.work, self.batch_size, replicas, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
-        dealt, plain = sampler.imbalance()
-        rank_zero_info(
-            f"packed documents: {len(rows)} rows of {self.seq_len} tokens; attention of the busiest replica takes "
-            f"{dealt:.2f} x the mean of a step, {plain:.2f} x without balancing"
-        )
+        said = f"packed documents: {len(rows)} rows of {self.seq_len} tokens"
+        if replicas.num_replicas > 1:
+            dealt, plain = sampler.imbalance()
+            said += f"; squared lengths of the busiest replica: {dealt:.2f} x the mean, {plain:.2f} x if dealt plainly"
+        rank_zero_info(said)
         return sampler
 
     def val_dataloader(self) -> DataLoader[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -112,10 +113,10 @@ class BalancedSampler(DistributedSampler[Any]):
         for start in range(0, len(order) - size + 1, size):
             yield order[start : start + size]
 
-    def imbalance(self) -> tuple[float, float]:
-        """Work of the busiest replica over the mean, averaged over an epoch's batches: as dealt, and dealt plainly."""
+    def imbalance(self, batches: int = 100) -> tuple[float, float]:
+        """Work of the busiest replica over the mean, averaged over the first batches: as dealt, and dealt plainly."""
         dealt, plain = [], []
-        for rows in self._global_batches():
+        for rows in islice(self._global_batches(), batches):
             work = [self.work[row] for row in rows]
             dealt.append(imbalance(work, deal(work, self.num_replicas)))
             plain.append(imbalance(work, deal_plainly(len(work), self.num_replicas)))

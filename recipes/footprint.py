@@ -60,8 +60,8 @@ def footprints(config: DictConfig) -> Mapping[Worker, Memory]:
     if full:
         needs = ", ".join(f"{worker} {total / 1e9:.1f} GB" for worker, total in full.items())
         raise PlanError(
-            f"of the {limit / 1e9:.1f} GB that a {job.cluster.device.name} has for a job, ranks would need more: {needs}"
-            "; use more ranks, recompute, fewer micro-batches or a shorter data.seq_len"
+            f"of the {limit / 1e9:.1f} GB that a {job.cluster.device.name} has for a job, ranks need more: {needs}; "
+            "use more ranks, recompute, fewer micro-batches or a shorter data.seq_len"
         )
     return found
 
