@@ -120,8 +120,8 @@ class Result:
     random: float = 0.0
 
 
-QUICK: dict[str, Any] = {"planning": Planning(trials=0)}
-"""A plan without trials on real steps."""
+QUICK: dict[str, Any] = {"planning": Planning(trials=0), "recompute": "none", "recompute_experts": False}
+"""A plan without trials on real steps, and without recomputation, for which memory is made."""
 
 
 def fit(

@@ -19,6 +19,7 @@ from lightning_afd.allocate.simulated import shared_seconds
 from lightning_afd.baselines.collocated import Collocated, Costs
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.job import BatchShape
+from lightning_afd.cost.memory import scheduled_activations
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.programs import programs_of
@@ -128,7 +129,9 @@ def _with_least_recomputation(request: Request, micro_batches: int) -> Predictio
     for rung in request.rungs:
         job = request.job(Layout(attention=1, ffn=1), micro_batches, rung)
         costs = Costs(job=job, layout=Collocated(data=ranks, experts=ranks), shape=shape)
-        memory = costs.memory(schedule)
+        memory = costs.fixed_memory() + sum(
+            scheduled_activations(costs.part, worker, program) for worker, program in schedule.programs.items()
+        )
         if memory <= request.cluster.device.memory_bytes:
             return Prediction(
                 name=f"collocated (flowmoe, micro_batches={micro_batches})",

@@ -132,7 +132,7 @@ class Decision:
 
     def _plan_of_checkpoint(self) -> PlanChoice | None:
         path = self._asked.checkpoint
-        if path is None:
+        if path is None or not Path(path).is_dir():  # Lightning's own files have no plan
             return None
         try:
             text = open_checkpoint(path, weights_only=self._config.weights_only).afd.get("notes", {}).get("plan")
@@ -227,7 +227,8 @@ class Decision:
     def _falls_back(self, plan: PlanChoice) -> bool:
         """Whether separate ranks are not worth it, and not asked for."""
         config = self._config
-        return not plan.verdict.disaggregate and config.may_collocate and config.can_collocate
+        acts = config.may_collocate and (config.can_collocate or config.fallback == "error")
+        return acts and not plan.verdict.disaggregate
 
     def _follow(self, plan: PlanChoice, origin: str) -> Decided:
         best, config, verdict = best_of(plan), self._config, plan.verdict

@@ -57,11 +57,11 @@ def test_the_verdict_is_about_as_many_rows() -> None:
     assert two.seconds == pytest.approx(2 * one.seconds)
 
 
-def test_recomputation_is_the_least_that_fits() -> None:
+def test_what_does_not_fit_is_not_chosen() -> None:
     roomy = choose_for_replicas(job(rungs=RUNGS), Effort()).candidates[0]
-    tight = choose_for_replicas(job(rungs=RUNGS, memory_gb=8.0), Effort()).candidates[0]
-    assert roomy.recompute == "none" and tight.rung != roomy.rung
-    assert tight.memory_bytes <= 8e9 * 0.95
+    one = {"layouts": (roomy.layout,), "micro_batches": (roomy.micro_batches,)}
+    tight = choose_for_replicas(job(rungs=RUNGS, memory_gb=roomy.memory_bytes / 1e9, **one), Effort()).candidates[0]
+    assert tight.memory_bytes < roomy.memory_bytes * 0.95 and tight.seconds >= roomy.seconds
     with pytest.raises(PlanError, match=r"none of 8 layouts of 8 x H800-SXM-80GB fits into the"):
         choose_for_replicas(job(memory_gb=0.1), Effort())
 

@@ -69,7 +69,7 @@ def test_nothing_is_measured_where_nothing_is_open(pool: RankPool, tmp_path: Pat
 
 
 def test_where_separate_ranks_lose_all_get_both_roles(pool: RankPool, tmp_path: Path) -> None:
-    ranks = pool.run(fit, 2, 2, together, {}, tmp_path)
+    ranks = pool.run(fit, 2, 2, together, QUICK, tmp_path)
     assert {rank.layout for rank in ranks} == {"2 collocated"} and len(ranks[0].said) == 1
     assert "trains collocated (order flowmoe): a plan after" in ranks[0].said[0]
     assert "Do not disaggregate: collocated (flowmoe, micro_batches=1) takes 0.481 s per step" in ranks[0].said[0]
@@ -145,7 +145,7 @@ def test_what_cannot_be_planned_goes_by_rule(pool: RankPool, tmp_path: Path) -> 
     assert stream.layout == "1A + 1F" and stream.arrangement.micro_batches == 4
     assert "by rule: a _Stream does not say its batch_size" in stream.said[0]
     assert len(stream.losses) == 2, "nothing was taken out of the stream"
-    told = {"planning": Planning(rows=4, tokens=6, trials=0)}
+    told = {**QUICK, "planning": Planning(rows=4, tokens=6, trials=0)}
     assert pool.run(fit, 2, 2, apart, told, tmp_path, None, {"streams": True})[0].measured == 1
     assert pool.run(without_a_model, 3, tmp_path) == [("2A + 1F", True)] * 3
 
@@ -153,7 +153,9 @@ def test_what_cannot_be_planned_goes_by_rule(pool: RankPool, tmp_path: Path) -> 
 def test_planning_leaves_random_numbers_and_batches_alone(pool: RankPool, tmp_path: Path) -> None:
     """With trials on real steps: losses under dropout, and the next random number, are those of the explicit layout."""
     module = {"dropout": 0.5, "steps": 3}
-    planned = pool.run(fit, 4, 4, apart, {"planning": Planning(trials=2, repetitions=1)}, tmp_path, None, module)
+    planned = pool.run(
+        fit, 4, 4, apart, {**QUICK, "planning": Planning(trials=2, repetitions=1)}, tmp_path, None, module
+    )
     first = planned[0]
     tried = [line for line in first.said if "tried on steps of a few layers" in line]
     assert len(tried) == 1 and "3A + 1F" in tried[0] and tried[0].count(" s,") == 1
