@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_afd.allocate.choice import PlanChoice
 from lightning_afd.allocate.choose import Effort
 from lightning_afd.allocate.replica import Replicas, choose_for_replicas, cuts
-from lightning_afd.allocate.request import RUNGS, Candidate, Rung
+from lightning_afd.allocate.request import RUNGS, Rung
 from lightning_afd.checkpoint import open_checkpoint
 from lightning_afd.cost.job import BatchShape
 from lightning_afd.errors import CheckpointError, PlanError
@@ -142,7 +142,7 @@ class Decision:
 
     def _refusal(self, plan: PlanChoice) -> str | None:
         """Why a plan is none for this job."""
-        layout, config, world = best_of(plan).layout, self._config, self._asked.world
+        layout, config, world = plan.best.layout, self._config, self._asked.world
         if layout.world != world:
             return (
                 f"is for {layout.world} ranks ({layout.describe()}), but the Trainer has {world}: make the plan again, "
@@ -177,12 +177,12 @@ class Decision:
             )
             job = self._job(measured, batch)
             plan = self._on_first(lambda: choose_for_replicas(job, Effort()))
-            found = Tried(layout=best_of(plan).layout)
+            found = Tried(layout=plan.best.layout)
             if not self._falls_back(plan):
                 trials = Trials(asked.strategy, asked.module, config, start + config.planning.budget_seconds)
-                found = trials.run(job, best_of(plan), progress)
-        if found.layout != best_of(plan).layout:
-            own = replace(job, layouts=(found.layout,), micro_batches=(best_of(plan).micro_batches,))
+                found = trials.run(job, plan.best, progress)
+        if found.layout != plan.best.layout:
+            own = replace(job, layouts=(found.layout,), micro_batches=(plan.best.micro_batches,))
             plan = self._on_first(lambda: choose_for_replicas(own, Effort()))
         how = f"a plan after {time.perf_counter() - start:.0f} s"
         followed = self._follow(plan, how)
@@ -231,7 +231,7 @@ class Decision:
         return acts and not plan.verdict.disaggregate
 
     def _follow(self, plan: PlanChoice, origin: str) -> Decided:
-        best, config, verdict = best_of(plan), self._config, plan.verdict
+        best, config, verdict = plan.best, self._config, plan.verdict
         if self._falls_back(plan):
             if config.fallback == "error":
                 raise MisconfigurationException(
@@ -245,7 +245,7 @@ class Decision:
         return Decided(arrangement=arrangement, plan=plan, lines=tuple(self._lines(plan, arrangement, origin)))
 
     def _lines(self, plan: PlanChoice, done: Arrangement, origin: str) -> list[str]:
-        best, accumulated = best_of(plan), self._asked.trainer.accumulate_grad_batches
+        best, accumulated = plan.best, self._asked.trainer.accumulate_grad_batches
         again = f"recompute={done.recompute}" + (" and recompute_experts" if done.recompute_experts else "")
         lines = [
             f"{origin}: {done.layout.describe()}, order {done.order}, {done.micro_batches} micro-batches, {again}, "
@@ -269,11 +269,6 @@ def save_plan(decided: Decided, trainer: pl.Trainer) -> None:
     if trainer.global_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         decided.plan.save(folder / PLAN_FILE)
-
-
-def best_of(plan: PlanChoice) -> Candidate:
-    """What a plan has chosen."""
-    return plan.candidates[0]
 
 
 def _rungs(config: AFDConfig) -> tuple[Rung, ...]:
