@@ -57,7 +57,8 @@ class MoELanguageModel(L.LightningModule):
         if self.pretrained is not None and not hasattr(self, "model"):
             self.model = from_pretrained(self.pretrained, dtype=torch.float32, **self.fields)
             separate_documents(self.model)
-        if self.attn != "auto" or "attn_implementation" not in self.fields:
+        chosen_in_config = self.attn == "auto" and "attn_implementation" in self.fields
+        if self._trainer is not None and not chosen_in_config:  # none yet in load_from_checkpoint
             self._choose_kernel()
 
     def _choose_kernel(self) -> None:
