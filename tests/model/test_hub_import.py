@@ -161,7 +161,7 @@ def test_any_experts_in_any_order(tmp_path: Path, name: str) -> None:
     want.save_pretrained(tmp_path)
     model, ids = on_meta(tmp_path), [3, 0, 1]
     layers = find_moe_layers(model)
-    mark_placed(layers, "here")
+    mark_placed(layers, "here", Layout(attention=1, ffn=1))
     for layer in layers:
         shard_experts(layer.experts, ids)
     load_pretrained(model, {layer.experts: ids for layer in layers}, torch.device("cpu"))
