@@ -72,8 +72,10 @@ class PlanChoice:
             )
         try:
             return _plan(content)
-        except (TypeError, KeyError, ValueError) as error:
-            raise PlanError(f"plan={path} is damaged: {type(error).__name__} {error}") from error
+        except KeyError as error:
+            raise PlanError(f"plan={path} is damaged: {error} is missing") from error
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"plan={path} is damaged: {error}") from error
 
 
 def _plan(content: Mapping[str, Any]) -> PlanChoice:
