@@ -127,7 +127,7 @@ class RankedStrategy(ParallelStrategy):
         self._check_world()
         distributed = lightning.fabric("utilities.distributed")
         self._backend = self._backend or distributed._get_default_process_group_backend_for_device(self.root_device)
-        self._choose_nics()
+        self._choose_nics(self.layout)
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device
         # Ranks of many hosts start at different times, and Lightning's own collectives wait for validation and disks.
@@ -140,11 +140,11 @@ class RankedStrategy(ParallelStrategy):
             self._board = FailureBoard.create(self.global_rank, self.layout, self._activity, self.patience)
             self.guarded(self._connect)
 
-    def _choose_nics(self) -> None:
+    def _choose_nics(self, layout: Layout) -> None:
         """Before anything is connected, as NCCL and gloo look only then."""
         first = self.node_rank * self.num_processes
         ranks = range(first, first + self.num_processes)
-        node = NodeRanks(roles=tuple(self.layout.worker_of(r).role for r in ranks), local_rank=self.local_rank)
+        node = NodeRanks(roles=tuple(layout.worker_of(r).role for r in ranks), local_rank=self.local_rank)
         backend = str(self._backend)
         apply_nics(wanted_nics(self.nics, self.nic_shares, node, backend), node, backend)
         if self.num_nodes > 1 and self.cluster_environment is not None:

@@ -159,9 +159,13 @@ class AFDConfig(TrainingConfig):
         names = ("recompute", "recompute_experts")
         return {name: getattr(plan if getattr(self, name) == "auto" else self, name) for name in names}
 
+    @property
+    def plan_file(self) -> str | None:
+        return None if self.plan in ("auto", "none") else self.plan
+
     def needs_plan(self, world: int) -> bool:
         """Whether something is to be decided at the start of a fit."""
-        if self.plan not in ("auto", "none"):
+        if self.plan_file is not None:
             return True
         is_open = self.micro_batches == "auto" or len(self.sizes.layouts(world)) > 1
         return self.plan == "auto" and world > 1 and is_open

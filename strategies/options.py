@@ -122,6 +122,11 @@ class TrainingConfig:
             "recompute_experts": False if self.recompute_experts == "auto" else self.recompute_experts,
         }
 
+    @property
+    def plan_file(self) -> str | None:
+        """Where a plan is to be taken from."""
+        return None
+
     def needs_plan(self, world: int) -> bool:
         """Whether something is to be decided at the start of a fit."""
         return False

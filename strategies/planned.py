@@ -7,11 +7,16 @@ the decision.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_afd.allocate.choice import PlanChoice
+from lightning_afd.errors import PlanError
+from lightning_afd.nics import NicShares
+from lightning_afd.placement import Layout
 from lightning_afd.strategies.config import AFDConfig, Arrangement, EPConfig
 from lightning_afd.strategies.planning.decide import Asked, Decided, Decision, save_plan
 from lightning_afd.strategies.planning.measured import Calibrate, calibrated
@@ -58,6 +63,17 @@ class PlannedStrategy(StoppingStrategy):
     def _is_open(self) -> bool:
         """Whether it is still to be decided how this job is trained."""
         return self._decided is None and self.config.needs_plan(self.layout.world)
+
+    @override
+    def _choose_nics(self, layout: Layout) -> None:
+        """A plan from a file says what NICs ranks get; one made at the start of a fit comes too late for that."""
+        if self.config.plan_file is not None:
+            with suppress(PlanError):  # Decision says on all ranks what is wrong with it
+                plan = PlanChoice.load(self.config.plan_file)
+                if plan.best.layout.world == layout.world:
+                    layout = plan.best.layout
+                    self.nic_shares = NicShares(attention=plan.attention_nics, ffn=plan.ffn_nics)
+        super()._choose_nics(layout)
 
     @override
     def _connect(self) -> None:

@@ -121,8 +121,8 @@ class Decision:
 
     def _earlier_plan(self) -> tuple[PlanChoice | None, str]:
         """That of the user's file, or of the checkpoint if it is for such a job, and where it is from."""
-        path = self._config.plan
-        if path not in ("auto", "none"):
+        path = self._config.plan_file
+        if path is not None:
             plan = PlanChoice.load(path)
             if refusal := self._refusal(plan):
                 raise PlanError(f"plan={path} {refusal}")

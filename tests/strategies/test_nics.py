@@ -1,14 +1,23 @@
 """Which NICs a rank tells NCCL and gloo to use, and what users have set themselves."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sysfs import Sysfs
 
+from lightning_afd import AFDStrategy
+from lightning_afd.allocate.choice import PlanChoice
+from lightning_afd.allocate.choose import Effort, choose
+from lightning_afd.allocate.request import Request
+from lightning_afd.cost.job import BatchShape
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.nics import NicShares
+from lightning_afd.placement import Layout
+from lightning_afd.recipes.shapes import named_cluster, named_model
 from lightning_afd.strategies import nics
+from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.nics import NodeRanks, apply_nics, wanted_nics
 
@@ -110,3 +119,28 @@ def test_what_the_user_has_set_holds_and_is_said(host: Sysfs, monkeypatch: pytes
 def test_other_options_are_refused(value: Any) -> None:
     with pytest.raises(MisconfigurationException, match="choose 'auto', None, or names by role"):
         AFDConfig(nics=value)
+
+
+def test_a_plan_file_says_what_ranks_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layout, too, which the ranks do not follow before they have met."""
+    path, seen = tmp_path / "plan.json", list[Any]()
+    monkeypatch.setattr(RankedStrategy, "_choose_nics", lambda self, layout: seen.append((layout, self.nic_shares)))
+    plan = small_plan(path)
+    strategy = AFDStrategy(plan=str(path))
+    by_rule = Layout(attention=1, ffn=plan.best.layout.world - 1)
+    strategy._choose_nics(by_rule)
+    strategy._choose_nics(Layout(attention=90, ffn=1))
+    AFDStrategy(plan=str(tmp_path / "none.json"))._choose_nics(by_rule)
+    shares = NicShares(attention=0.5, ffn=1.5)
+    assert seen == [(plan.best.layout, shares), (Layout(attention=90, ffn=1), shares), (by_rule, None)]
+
+
+def small_plan(path: Path) -> PlanChoice:
+    """A plan that gives FFN ranks more NICs."""
+    model, cluster = named_model("deepseek_moe_paper"), named_cluster("h800_16x8")
+    model, cluster = replace(model, layers=model.layers[:2]), replace(cluster, num_nodes=1, devices_per_node=4)
+    request = Request(model=model, cluster=cluster, batch=BatchShape.rows(1, 128), parts=4, groups=(1,))
+    plan = choose(request, Effort(layouts=1, predict={}))
+    plan = replace(plan, attention_nics=0.5, ffn_nics=1.5)
+    plan.save(path)
+    return plan
