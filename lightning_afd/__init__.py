@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from lightning_afd.strategies.afd import AFDStrategy
     from lightning_afd.strategies.ep import EPStrategy
     from lightning_afd.strategies.flowmoe import FlowMoEStrategy
+    from lightning_afd.strategies.planning.options import Planning
 
-__all__ = ["AFDStrategy", "EPStrategy", "FlowMoEStrategy", "from_pretrained", "write_report"]
+__all__ = ["AFDStrategy", "EPStrategy", "FlowMoEStrategy", "Planning", "from_pretrained", "write_report"]
 __version__ = "0.1.0"
 
 register_strategies()
@@ -28,6 +29,7 @@ _PLACES = {
     "AFDStrategy": "lightning_afd.strategies.afd",
     "EPStrategy": "lightning_afd.strategies.ep",
     "FlowMoEStrategy": "lightning_afd.strategies.flowmoe",
+    "Planning": "lightning_afd.strategies.planning.options",
     "from_pretrained": "lightning_afd.model.hub_import",
     "write_report": "lightning_afd.report",
 }

@@ -23,14 +23,16 @@ def check_ranks(config: DictConfig) -> None:
     strategy = config.strategy
     if not isinstance(strategy, DictConfig):
         return
+    is_apart, is_planned = "attention" in strategy, strategy.get("plan", "none") != "none"
+    free = ("auto",) if is_planned else ()
     for key in ("attention", "ffn", "micro_batches"):
-        if key in strategy and (type(strategy[key]) is not int or strategy[key] < 1):
-            raise PlanError(f"strategy.{key}={strategy[key]} is not a whole number of at least 1")
-    is_apart = "attention" in strategy
-    orders = sorted(ORDERS if is_apart else TOGETHER_ORDERS)
+        value = strategy.get(key, 1)
+        if value not in free and (type(value) is not int or value < 1):
+            raise PlanError(f"strategy.{key}={value} is not a whole number of at least 1")
+    orders = (*sorted(ORDERS if is_apart else TOGETHER_ORDERS), *free)
     if strategy.order not in orders:
         raise PlanError(f"strategy.order={strategy.order} is not a choice; choices: {', '.join(orders)}")
-    if is_apart:
+    if is_apart and not is_planned:
         _check_layout(config, strategy)
 
 

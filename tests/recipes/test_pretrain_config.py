@@ -160,6 +160,8 @@ def test_a_sweep_leaves_one_tree(tmp_path: Path) -> None:
         (["strategy=auto", "devices=3"], 3),
         (["strategy=ep"], 2),
         (["strategy=flowmoe", "devices=4"], 4),
+        (["strategy=planned", "devices=3"], 3),
+        (["strategy=planned", "strategy.attention=1", "strategy.order=zero-bubble"], 4),
     ],
 )
 def test_devices_follow_the_strategy(overrides: list[str], devices: int) -> None:
@@ -176,6 +178,8 @@ def test_devices_follow_the_strategy(overrides: list[str], devices: int) -> None
         (["devices=two"], "devices=two is not a whole number"),
         (["strategy=flowmoe", "strategy.order=af-pipe"], "choices: experts-only, flowmoe, sequential"),
         (["strategy=ep", "strategy.micro_batches=0"], r"strategy\.micro_batches=0 is not a whole number of at least 1"),
+        (["strategy=planned", "strategy.ffn=many"], r"strategy\.ffn=many is not a whole number of at least 1"),
+        (["strategy=planned", "strategy.order=best"], r"choices: af-pipe, layer-major, sequential, zero-bubble, auto"),
         (["strategy.attention=0"], r"strategy\.attention=0 is not a whole number of at least 1"),
         (["devices=3", "strategy.groups=[2,1]"], r"but 2 x strategy\.attention=2 \+ 1 x strategy\.ffn=2 are 6: change"),
         (["strategy.groups=[2,0]"], r"strategy\.groups=\[2, 0\]: at least 1 is needed"),
