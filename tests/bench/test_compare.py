@@ -169,7 +169,7 @@ def test_widths_are_searched_on_a_line() -> None:
         ),
         (("bench=everything",), "bench=everything is not a choice; bench can be bundle, "),
         (("contenders=[afd/upwards]",), "contender afd/upwards: order upwards is not a choice"),
-        (("contenders=[nobody]",), "contender nobody is not known; choices: afd, ep, experts-only, flowmoe, with "),
+        (("contenders=[nobody]",), "contender nobody is not known; choices: afd, ep, experts-only, flowmoe, ddp, "),
         (("docs=nowhere.md",), "docs=nowhere.md can't be read: No such file"),
         (("workload.depth=3",), "workload.depth is not a setting; workload has "),
     ],

@@ -25,7 +25,8 @@ with socket.create_server((sys.argv[1], 0)) as server:
 """
 LISTEN = "import socket, sys; print(socket.create_connection((sys.argv[1], int(sys.argv[2]))).recv(100).decode())"
 OWNER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from lightning_afd.bench.namespaces import network
 with network(2) as net:
     child = net.hosts[1].start(["sleep", "1000"])

@@ -91,7 +91,7 @@ def test_unknown_recipe_and_help(tmp_path: Path, no_torch: str) -> None:
     unknown = run(tmp_path, "pretrian", first_on_path=no_torch)
     assert (unknown.returncode, unknown.stderr) == (
         1,
-        "lightning-afd: pretrian is not a recipe; choices: export, plan, pretrain, report, survey\n",
+        "lightning-afd: pretrian is not a recipe; choices: bench, export, plan, pretrain, report, survey\n",
     )
     general, special = run(tmp_path, "--help"), run(tmp_path, "pretrain", "--help", first_on_path=no_torch)
     assert (general.returncode, special.returncode) == (0, 0)
