@@ -1,5 +1,9 @@
 """Predicted step time beside the measured one: real models on real ranks (gloo) that calibrate the cost model first.
 
+Two predictions of each step: by the calibrated cost model alone, and corrected by a trial, as at the start of a fit: a
+step of a model with two MoE layers per group is measured on the layout, and takes what it takes instead of what the
+cost model says. The whole model has eight.
+
 Every rank computes with one thread. Where there are fewer cores than ranks, ranks share them: the calibration measures
 that (all ranks at once, one alone), and says how many ranks compute at full speed at the same time.
 
@@ -53,7 +57,7 @@ class Size:
     top_k: int
     rows: int
     length: int
-    layers: int = 4
+    layers: int = 8
     vocab: int = 1024
 
     @property
@@ -94,6 +98,8 @@ LAYOUTS = {
         Layout(attention=1, ffn=1, groups=2),
     ),
 }
+FEW = 2
+"""MoE layers per group in a trial (strategies/planning/trials.py)."""
 ORDERS = (("sequential", 4), ("af-pipe", 4), ("af-pipe", 8), ("zero-bubble", 8))
 """And micro-batches per A rank."""
 
@@ -125,8 +131,8 @@ class Case:
             took[worker.role] += sum(taken[rank] for rank in ranks)
         return {role: took[role] / told[role] for role in told}
 
-    def predicted(self, calibration: Calibration) -> float:
-        """Seconds of a step by the planner."""
+    def predicted(self, calibration: Calibration, layers: int | None = None) -> float:
+        """Seconds of a step by the planner, of so many layers only if that is said."""
         candidate = Candidate(
             layout=self.layout,
             order=self.order,
@@ -139,7 +145,14 @@ class Case:
             bound_seconds=0.0,
             memory_bytes=0.0,
         )
-        return simulated(calibration.request(self.micro_batches * self.layout.attention), candidate).seconds
+        request = calibration.request(self.micro_batches * self.layout.attention)
+        shapes = request.model.layers[:layers]
+        return simulated(replace(request, model=replace(request.model, layers=shapes)), candidate).seconds
+
+    @property
+    def few(self) -> int:
+        """Layers of a trial."""
+        return FEW * self.layout.depth
 
 
 class Job:
@@ -233,14 +246,38 @@ def compare(
 ) -> None:
     size, links = SIZES[name], RankLinks.over_default_group((0,) * world, CPU)
     jobs = {case: Job(case, size, rank, transports[case.layout]) for case in cases(world)}
-    for job in jobs.values():
+    trials = {case: Job(case, replace(size, layers=case.few), rank, transports[case.layout]) for case in jobs}
+    for job in (*jobs.values(), *trials.values()):
         seconds_of(job)  # the first step asks for buffers
     rounds = []
     for _ in range(options.rounds):
         calibration = measured_rates(size, links, options)
-        rounds.append((calibration, measured_steps(jobs, options.repeat)))
+        few = measured_steps(trials, options.repeat)
+        rounds.append(Round(calibration=calibration, few=few, whole=measured_steps(jobs, options.repeat)))
     if rank == 0:
         report(name, world, rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A calibration and what was measured behind it."""
+
+    calibration: Calibration
+    few: dict[Case, list[float]]
+    """Seconds of trials."""
+    whole: dict[Case, list[float]]
+    """Seconds of steps."""
+
+    def predicted(self, case: Case) -> float:
+        return case.predicted(self.calibration)
+
+    def corrected(self, case: Case) -> float:
+        """Seconds of a step by the planner, behind a trial."""
+        trial = statistics.median(self.few[case])
+        return self.predicted(case) * trial / case.predicted(self.calibration, case.few)
+
+    def measured(self, case: Case) -> float:
+        return statistics.median(self.whole[case])
 
 
 def compare_cpu_time(
@@ -260,8 +297,8 @@ def compare_cpu_time(
                     found[case, role].append(value)
     if rank == 0:
         for (case, role), ratios in found.items():
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"{world} ranks, {name}: {case} {role}: CPU time, measured / predicted {spread}", flush=True)  # noqa: T201
+            told = spread(ratios)
+            print(f"{world} ranks, {name}: {case} {role}: CPU time, measured / predicted {told}", flush=True)  # noqa: T201
 
 
 def measured_steps(jobs: dict[Case, Job], repeat: int) -> dict[Case, list[float]]:
@@ -285,20 +322,21 @@ def measured_rates(size: Size, links: RankLinks, options: argparse.Namespace) ->
     )
 
 
-def report(name: str, world: int, rounds: list[tuple[Calibration, dict[Case, list[float]]]]) -> None:
-    """Measured over predicted: each round's steps with the calibration before them."""
-    lines = [f"{world} ranks, {name}: {rates(calibration)}" for calibration, _ in rounds]
-    for case in rounds[0][1]:
-        predicted = [case.predicted(calibration) for calibration, _ in rounds]
-        measured = [statistics.median(seconds[case]) for _, seconds in rounds]
-        ratios = sorted(one / other for one, other in zip(measured, predicted, strict=True))
-        every = [value * 1e3 for _, seconds in rounds for value in seconds[case]]
-        told, took = statistics.median(predicted) * 1e3, statistics.median(every)
-        lines.append(
-            f"{case}  predicted {told:7.1f} ms  measured {took:7.1f} ms ({min(every):.1f} to {max(every):.1f})  "
-            f"measured / predicted {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+def report(name: str, world: int, rounds: list[Round]) -> None:
+    """Measured over predicted: each round's steps with the calibration and trials before them."""
+    lines = [f"{world} ranks, {name}: {rates(found.calibration)}" for found in rounds]
+    for case in rounds[0].whole:
+        took = statistics.median(found.measured(case) for found in rounds) * 1e3
+        alone, trial = (
+            sorted(found.measured(case) / told(found, case) for found in rounds)
+            for told in (Round.predicted, Round.corrected)
         )
+        lines.append(f"{case}  {took:7.1f} ms  over the cost model's {spread(alone)}  behind a trial {spread(trial)}")
     print("\n".join(lines), flush=True)  # noqa: T201
+
+
+def spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def rates(calibration: Calibration) -> str:
@@ -306,7 +344,8 @@ def rates(calibration: Calibration) -> str:
     cluster, link = calibration.cluster, calibration.cluster.nvlink
     scales = " ".join(f"{kind} {scale.factor:.2f}" for kind, scale in cluster.device.scales.items())
     return (
-        f"{cluster.at_once:.2f} ranks at full speed at the same time; links {link.gb_per_s:.2f} GB/s, "
+        f"{cluster.at_once:.2f} ranks at full speed at the same time; a message takes {link.host_us:.0f} us and "
+        f"{link.host_us_per_mib:.0f} us per MiB of a core; links {link.gb_per_s:.2f} GB/s, "
         f"{link.latency_us:.0f} us, half at {link.half_kib:.0f} KiB; measured over estimated: {scales}"
     )
 

@@ -131,7 +131,20 @@ class Costs:
     def _computation(self, layer: int) -> _Table:
         experts = expert_seconds(self.part, self.job.model.moe[layer])
         found: _Table = {("E", phase): seconds for phase, seconds in experts.items()}
-        return found | self._attention_seconds(self.job.model.segments[layer])
+        found |= self._attention_seconds(self.job.model.segments[layer])
+        handling = self._handling(layer)
+        return {(op, phase): seconds + handling.get(phase, 0.0) for (op, phase), seconds in found.items()}
+
+    def _handling(self, layer: int) -> dict[Phase, float]:
+        """Seconds of a core for the messages of a computation: one dispatch and one combine, sent or received."""
+        experts, row = self.job.model.moe[layer], row_bytes(self.job)
+        weights, (nic, local) = slots_of(self.job, layer) * ROUTING_BYTES, self._rows(experts)
+        link = self.job.cluster.nic if nic else self.job.cluster.nvlink
+        rows, messages = self.part.batch.tokens * (nic + local), 2 * (self.layout.experts - 1)
+        return {
+            "f": link.host_seconds(rows * 2 * (row + weights), messages),
+            "b": link.host_seconds(rows * (2 * row + weights), messages),
+        }
 
     def _attention_seconds(self, segment: SegmentShape) -> _Table:
         """Where attention is not split, its backward is whole."""
@@ -168,20 +181,23 @@ class Costs:
 
     def _exchange(self, experts: ExpertsShape, bytes_per_row: float) -> float:
         """One all-to-all of a part: NICs and links inside the node work at the same time."""
-        cluster, tokens, choices = self.job.cluster, self.part.batch.tokens, self.job.choices
-        ranks, far = self.layout.experts, self.layout.experts - self._near
+        cluster, tokens, (nic, local) = self.job.cluster, self.part.batch.tokens, self._rows(experts)
+        far = self._nodes - 1 if self.job.choices.dedup == "node" else self.layout.experts - self._near
+        return max(
+            cluster.nic.busy_seconds(tokens * nic * bytes_per_row, far, cluster.ports),
+            cluster.nvlink.busy_seconds(tokens * local * bytes_per_row, max(1, self._near - 1)),
+        )
+
+    def _rows(self, experts: ExpertsShape) -> tuple[float, float]:
+        """Rows per token that a rank sends over its NICs, and inside its node."""
+        ranks, far, choices = self.layout.experts, self.layout.experts - self._near, self.job.choices
         one = visits(self._owned(experts), experts.experts, experts.top_k)
         if choices.dedup == "none":
             one = experts.top_k / ranks
-        nic, local = far * one * choices.imbalance, (self._near - 1) * one * choices.imbalance
         if choices.dedup == "node":
             per_node = visits(min(experts.experts, self._owned(experts) * self._near), experts.experts, experts.top_k)
-            nic, local = (self._nodes - 1) * per_node, (ranks - self._nodes) * one * choices.imbalance
-        messages = self._nodes - 1 if choices.dedup == "node" else far
-        return max(
-            cluster.nic.busy_seconds(tokens * nic * bytes_per_row, messages, cluster.ports),
-            cluster.nvlink.busy_seconds(tokens * local * bytes_per_row, max(1, self._near - 1)),
-        )
+            return (self._nodes - 1) * per_node, (ranks - self._nodes) * one * choices.imbalance
+        return far * one * choices.imbalance, (self._near - 1) * one * choices.imbalance
 
     @property
     def launch(self) -> float:

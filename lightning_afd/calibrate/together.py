@@ -17,11 +17,12 @@ from torch import nn
 
 from lightning_afd.allocate.calibration import Calibration
 from lightning_afd.calibrate.compute import Bench
+from lightning_afd.calibrate.handling import measure_handling
 from lightning_afd.calibrate.links import GroupMail, Mail, far_peer, measure_pair, near_peer
 from lightning_afd.calibrate.setting import Setting
 from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices
-from lightning_afd.cost.measured import Figures, Points, Sample, measured_cluster
+from lightning_afd.cost.measured import Figures, Handled, Points, Sample, measured_cluster
 from lightning_afd.model.sample import sample_of
 from lightning_afd.placement import Layout
 
@@ -88,7 +89,8 @@ def calibrate(
         together, alone = _compute(bench, ranks, budget_seconds, progress)
     progress("links", 0.8)
     near, far = _links(ranks, setting)
-    mine = Figures(node=ranks.nodes[ranks.rank], together=together, alone=alone, near=near, far=far)
+    handled = _handled(ranks)
+    mine = Figures(node=ranks.nodes[ranks.rank], together=together, alone=alone, near=near, far=far, handled=handled)
     found = measured_cluster(cluster, ranks.gather(mine))
     progress("done", 1.0)
     return Calibration(model=sample.whole, cluster=found, batch=batch, choices=choices)
@@ -121,3 +123,11 @@ def _links(ranks: RankLinks, setting: Setting) -> tuple[Sequence[Sample], Sequen
         ranks.gather(None)
         found.append(() if peer is None else measure_pair(ranks.mail, ranks.rank, peer, ranks.device, setting.time))
     return found[0], found[1]
+
+
+def _handled(ranks: RankLinks) -> Sequence[Handled]:
+    """Only where the device is a CPU: others have hardware for it."""
+    near = near_peer(ranks.nodes, ranks.rank)
+    peer = far_peer(ranks.nodes, ranks.rank) if near is None else near
+    ranks.gather(None)
+    return () if peer is None or ranks.device.type != "cpu" else measure_handling(ranks.mail, peer)

@@ -119,6 +119,10 @@ class Link:
 
     The n_1/2 of Hockney (Parallel Computing 20, 1994); MegaScale-Infer (2504.02263, section 4.3) measures such a curve.
     """
+    host_us: float = 0.0
+    """What a message takes of the core of each end, where the cores that compute also move messages (gloo)."""
+    host_us_per_mib: float = 0.0
+    """The same for each MiB."""
 
     @property
     def latency(self) -> float:
@@ -135,6 +139,10 @@ class Link:
             return 0.0
         rate = self.gb_per_s * 1e9 * self.efficiency * ports
         return nbytes / (rate * self.utilisation(nbytes / max(messages, 1)))
+
+    def host_seconds(self, nbytes: float, messages: float = 1) -> float:
+        """How long the core of one end is busy with so many bytes in so many messages."""
+        return 1e-6 * (messages * self.host_us + nbytes / 2**20 * self.host_us_per_mib) if nbytes > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

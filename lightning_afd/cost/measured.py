@@ -38,6 +38,14 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Handled:
+    """What a message takes of a core of the rank that sends it, or gets it, between computations."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """What one rank has measured."""
 
@@ -50,6 +58,8 @@ class Figures:
     """Messages to a rank of the same node."""
     far: Sequence[Sample] = ()
     """Messages to a rank of another node."""
+    handled: Sequence[Handled] = ()
+    """Messages of growing size; none where cores that compute don't move them."""
 
 
 def measured_cluster(base: Cluster, ranks: Sequence[Figures]) -> Cluster:
@@ -58,11 +68,14 @@ def measured_cluster(base: Cluster, ranks: Sequence[Figures]) -> Cluster:
     most = max(sum(1 for other in ranks if other.node == rank.node) for rank in ranks)
     scales = {kind: fit_scale(_slowest(ranks, kind, crowd)) for kind in ranks[0].together}
     near, far = ([samples for rank in ranks if (samples := getattr(rank, way))] for way in ("near", "far"))
+    nvlink = fit_link(_slowest_samples(near)) if near else base.nvlink
+    nic = fit_link(_slowest_samples(far), base.ports) if far else base.nic
+    handling = fit_handling([rank.handled for rank in ranks if rank.handled])
     return replace(
         base,
         device=replace(base.device, name=f"{base.device.name}, measured", scales=scales),
-        nvlink=fit_link(_slowest_samples(near)) if near else base.nvlink,
-        nic=fit_link(_slowest_samples(far), base.ports) if far else base.nic,
+        nvlink=replace(nvlink, **handling),
+        nic=replace(nic, **handling),
         at_once=most / crowd if crowd > NEVER_SLOWER else base.at_once,
     )
 
@@ -107,6 +120,20 @@ def fit_link(samples: Sequence[Sample], ports: float = 1.0) -> Link:
         latency_us=latency * 1e6,
         half_kib=per_message / per_byte / 1024,
     )
+
+
+def fit_handling(ranks: Sequence[Sequence[Handled]]) -> dict[str, float]:
+    """Fields of a Link: the line through the smallest and the largest message, in the mean of the ranks."""
+    if not ranks:
+        return {}
+    small, large = (_mean([rank[place] for rank in ranks]) for place in (0, -1))
+    per_byte = max(0.0, (large.seconds - small.seconds) / (large.nbytes - small.nbytes))
+    fixed = max(0.0, small.seconds - per_byte * small.nbytes)
+    return {"host_us": fixed * 1e6, "host_us_per_mib": per_byte * 2**20 * 1e6}
+
+
+def _mean(found: Sequence[Handled]) -> Handled:
+    return replace(found[0], seconds=sum(one.seconds for one in found) / len(found))
 
 
 def _total(points: Points) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from lightning_afd.cost.compute import expert_seconds, optimizer_seconds, segment_seconds
 from lightning_afd.cost.job import Job
@@ -13,12 +14,16 @@ from lightning_afd.cost.memory import dense_parameters, expert_parameters
 from lightning_afd.cost.reduces import reduce_seconds
 from lightning_afd.cost.traffic import copies
 from lightning_afd.cost.transfers import ActionCost, transfers
-from lightning_afd.placement import Worker
+from lightning_afd.placement import Role, Worker
 from lightning_afd.schedule.actions import Action, Op, Phase
 from lightning_afd.schedule.shape import Shape
 
 Key = tuple[Op, int, Phase]
 _Entry = tuple[Op, Phase, ActionCost]
+_ENDS: Mapping[Op, tuple[Role, Role]] = MappingProxyType(
+    {"D": ("A", "F"), "C": ("F", "A"), "H": ("A", "A"), "L": ("A", "A")}
+)
+"""Who sends a transfer, and who gets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +125,24 @@ def step_costs(job: Job) -> StepCosts:
 
 
 def _layer(job: Job, layer: int) -> Iterator[_Entry]:
+    """What cores have to do for messages counts for the computation that they follow or that needs them."""
     segment, experts = job.model.segments[layer], job.model.moe[layer]
+    moved = list(transfers(job, layer))
     for phase, seconds in segment_seconds(job, segment, copies(job, experts)).items():
-        yield "A", phase, ActionCost(seconds=seconds)
+        yield "A", phase, ActionCost(seconds=seconds + _handling(moved, "A", phase))
     for phase, seconds in expert_seconds(job, experts).items():
-        yield "E", phase, ActionCost(seconds=seconds)
-    yield from transfers(job, layer)
+        yield "E", phase, ActionCost(seconds=seconds + _handling(moved, "F", phase))
+    yield from moved
+
+
+def _handling(moved: Iterable[_Entry], role: Role, phase: Phase) -> float:
+    """Seconds of a rank's core for the messages of a layer and micro-batch."""
+    seconds = 0.0
+    for op, way, cost in moved:
+        sender, receiver = _ENDS[op]
+        if way == phase:
+            seconds += cost.sender_seconds * (sender == role) + cost.receiver_seconds * (receiver == role)
+    return seconds
 
 
 def _update(job: Job, reduces: tuple[float, ...]) -> Update:

@@ -41,6 +41,10 @@ class ActionCost:
     """Of a transfer: how long a receiver's links are busy with it."""
     over_nic: bool = False
     """Of a transfer: whether any of it leaves the node."""
+    sender_seconds: float = 0.0
+    """Of a transfer: how long it keeps the core of a sender from computing."""
+    receiver_seconds: float = 0.0
+    """Of a transfer: the same of a receiver."""
 
 
 def transfers(job: Job, layer: int) -> Iterator[tuple[Op, Phase, ActionCost]]:
@@ -101,15 +105,19 @@ def _exchange(job: Job, rows: Traffic, bytes_per_row: float, *, to_ffn: bool) ->
     totals = [(side.nic_rows + side.local_rows) * bytes_per_row for side in (rows.attention, rows.ffn)]
     (sent, received), (send, receive) = (totals, (attention, ffn)) if to_ffn else (totals[::-1], (ffn, attention))
     over_nic = rows.attention.nic_rows > 0
-    latency = (job.cluster.nic if over_nic else job.cluster.nvlink).latency
+    link = job.cluster.nic if over_nic else job.cluster.nvlink
+    sides = (rows.attention, rows.ffn) if to_ffn else (rows.ffn, rows.attention)
+    sender, receiver = (link.host_seconds(total, s.peers) for total, s in zip((sent, received), sides, strict=True))
     return ActionCost(
-        seconds=latency + max(send, receive),
-        latency=latency,
+        seconds=link.latency + max(send, receive),
+        latency=link.latency,
         sent_bytes=sent,
         received_bytes=received,
         send_seconds=send,
         receive_seconds=receive,
         over_nic=over_nic,
+        sender_seconds=sender,
+        receiver_seconds=receiver,
     )
 
 
@@ -136,4 +144,6 @@ def _hop(job: Job, action: Action, nbytes: float) -> ActionCost:
         send_seconds=busy,
         receive_seconds=busy,
         over_nic=over_nic,
+        sender_seconds=link.host_seconds(nbytes),
+        receiver_seconds=link.host_seconds(nbytes),
     )
