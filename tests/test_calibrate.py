@@ -16,6 +16,8 @@ from torch import nn
 
 from lightning_afd.allocate.choose import Effort, choose
 from lightning_afd.calibrate import RankLinks, calibrate
+from lightning_afd.calibrate.handling import SIZES as HANDLED
+from lightning_afd.calibrate.handling import measure_handling
 from lightning_afd.calibrate.links import COUNTS, far_peer, measure_pair, near_peer
 from lightning_afd.calibrate.setting import Setting
 from lightning_afd.cost.hardware import Cluster, Link
@@ -165,6 +167,31 @@ def test_a_link_is_measured() -> None:
     assert (found.gb_per_s, found.latency_us, found.half_kib) == pytest.approx((2.5, 40.0, 30.0))
 
 
+class Working:
+    """A process whose clock runs on by a millisecond for each message that is sent or comes."""
+
+    def __init__(self, per_byte: float) -> None:
+        self.per_byte, self.seconds = per_byte, 0.0
+
+    def post(self, peer: int, nbytes: int) -> Any:
+        self.seconds += 1e-3 + self.per_byte * nbytes
+        return self
+
+    def send(self, peer: int, message: torch.Tensor) -> Any:
+        return self.post(peer, message.numel())
+
+    def wait(self) -> None:
+        """Nothing to do."""
+
+
+def test_what_messages_take_of_a_core_is_measured() -> None:
+    """Receives are offered before the clock is read, so that here half of the messages count."""
+    mail = Working(per_byte=1e-9)
+    found = measure_handling(mail, 1, lambda: mail.seconds)
+    assert [one.nbytes for one in found] == list(HANDLED)
+    assert [one.seconds for one in found] == pytest.approx([(1e-3 + 1e-9 * n) / 2 for n in HANDLED])
+
+
 @pytest.mark.parametrize("nodes", [(0,), (0, 0), (0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 1, 1, 1, 2, 2, 2)])
 def test_pairs(nodes: tuple[int, ...]) -> None:
     """Both of a pair mean each other, so that nobody waits for a message that is never sent."""
@@ -200,5 +227,7 @@ def test_ranks_agree_and_can_plan(pool: RankPool) -> None:
     first, second = pool.run(calibrate_together, 2)
     base = named_cluster("local").as_dict()
     assert first == second
-    assert first["nvlink"] != base["nvlink"] and first["nic"] == base["nic"]
+    handling = {name: first["nvlink"][name] for name in ("host_us", "host_us_per_mib")}
+    assert max(handling.values()) > 0
+    assert first["nvlink"] != {**base["nvlink"], **handling} and first["nic"] == {**base["nic"], **handling}
     assert first["layout"] == "1A + 1F"

@@ -12,7 +12,17 @@ import pytest
 
 from lightning_afd.allocate.simulated import shared_seconds
 from lightning_afd.cost.hardware import Cluster, Link, Scale
-from lightning_afd.cost.measured import Figures, Point, Sample, fit_link, fit_scale, measured_cluster, slowdown
+from lightning_afd.cost.measured import (
+    Figures,
+    Handled,
+    Point,
+    Sample,
+    fit_handling,
+    fit_link,
+    fit_scale,
+    measured_cluster,
+    slowdown,
+)
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.recipes.shapes import named_cluster
@@ -49,6 +59,17 @@ def test_noise_never_makes_a_negative_part() -> None:
 def test_messages_that_are_no_slower_when_longer_are_refused() -> None:
     with pytest.raises(PlanError, match="have no rate"):
         fit_link([Sample(messages=1, nbytes=0, seconds=1e-3)])
+
+
+def test_handling_is_found_again() -> None:
+    """The mean of two ranks; ranks without a partner say nothing."""
+    link = Link(gb_per_s=1, efficiency=1, latency_us=0, half_kib=0, host_us=100.0, host_us_per_mib=400.0)
+    sizes = (2**12, 2**17, 2**20)
+    slow, fast = ([Handled(nbytes=n, seconds=factor * link.host_seconds(n)) for n in sizes] for factor in (1.5, 0.5))
+    assert fit_handling([slow, fast]) == pytest.approx({"host_us": 100.0, "host_us_per_mib": 400.0})
+    assert fit_handling([]) == {}
+    backwards = [Handled(nbytes=2**12, seconds=2e-3), Handled(nbytes=2**20, seconds=1e-3)]
+    assert fit_handling([backwards])["host_us_per_mib"] == 0
 
 
 @pytest.mark.parametrize(

@@ -269,3 +269,20 @@ def test_a_model_without_experts_cannot_be_split() -> None:
     trailing = model_shape(hf_config("qwen3_moe", mlp_only_layers=[0, 2]).to_dict())
     assert [len(segment.layers) for segment in trailing.segments] == [2, 1]
     assert step_of(trailing).shape.layers == 1
+
+
+def test_cores_that_move_messages_compute_less() -> None:
+    """Each end of each message, dispatch and combine, forward and backward, and of the base hop; none elsewhere."""
+    layout = Layout(attention=2, ffn=3, groups=2)
+    plain = job_of("qwen3_30b_a3b", layout, choices=replace(TRUE, dedup="rank"))
+    links = {n: replace(getattr(plain.cluster, n), host_us=50.0, host_us_per_mib=10.0) for n in ("nic", "nvlink")}
+    moving = replace(plain, cluster=replace(plain.cluster, **links))
+    costs, before = step_costs(moving), step_costs(plain)
+    mib = {key: (cost.sent_bytes / 2**20, cost.received_bytes / 2**20) for key, cost in before.actions.items()}
+    for phase in ("f", "b"):
+        extra = {op: costs.actions[op, 1, phase].seconds - before.actions[op, 1, phase].seconds for op in "AE"}
+        (d_sent, d_got), (c_sent, c_got) = mib["D", 1, phase], mib["C", 1, phase]
+        hop = sum(mib["H", 1, phase])
+        assert extra["A"] == pytest.approx(1e-6 * (50 * (3 + 3 + 2) + 10 * (d_sent + c_got + hop)))
+        assert extra["E"] == pytest.approx(1e-6 * (50 * (2 + 2) + 10 * (d_got + c_sent)))
+    assert costs.actions["E", 1, "w"] == before.actions["E", 1, "w"]
