@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from namespaced import needs_namespaces
 
 from lightning_afd.bench import namespaces
 from lightning_afd.bench.namespaces import Host, network
 from lightning_afd.errors import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 ECHO = """
 import socket, sys
@@ -62,7 +62,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@needs_root
+@needs_namespaces
 def test_hosts_reach_each_other_over_each_of_their_nics() -> None:
     with network(3, nics=2) as net:
         first, _, third = net.hosts
@@ -74,7 +74,7 @@ def test_hosts_reach_each_other_over_each_of_their_nics() -> None:
     assert not names_of(net.name)
 
 
-@needs_root
+@needs_namespaces
 def test_rates_hold_at_both_ends_of_a_cable_and_can_be_changed() -> None:
     with network(2, nics=2, rate=500e6) as net:
         assert rates(net.hosts[1].namespace) == {"eth0": 500e6, "eth1": 500e6}
@@ -86,7 +86,7 @@ def test_rates_hold_at_both_ends_of_a_cable_and_can_be_changed() -> None:
         assert not rates(net.hosts[0].namespace) and not rates(net.switch)
 
 
-@needs_root
+@needs_namespaces
 def test_a_process_is_pinned_to_its_cores() -> None:
     show = "import os; print(sorted(os.sched_getaffinity(0)))"
     with network(1) as net:
@@ -94,7 +94,7 @@ def test_a_process_is_pinned_to_its_cores() -> None:
     assert done.stdout.strip() == "[0]"
 
 
-@needs_root
+@needs_namespaces
 def test_an_exception_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="boom"):
         with network(2) as net:
@@ -103,7 +103,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     assert child.wait(10) == -signal.SIGKILL and not names_of(net.name)
 
 
-@needs_root
+@needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_owner_leaves_nothing_behind(number: signal.Signals) -> None:
     with start_owner() as owner:
@@ -114,7 +114,7 @@ def test_a_signal_to_the_owner_leaves_nothing_behind(number: signal.Signals) -> 
     assert not names_of(name) and not is_running(child)
 
 
-@needs_root
+@needs_namespaces
 def test_what_a_killed_owner_left_is_removed_by_the_next_one() -> None:
     with start_owner() as owner:
         name, child = told_by(owner)
@@ -124,7 +124,7 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_one() -> None:
         assert not names_of(name) and not is_running(child)
 
 
-@needs_root
+@needs_namespaces
 def test_two_networks_at_once() -> None:
     with network(1) as one, network(1) as other:
         assert one.name != other.name

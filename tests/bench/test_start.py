@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from namespaced import needs_namespaces
 
 from lightning_afd.bench.start import Start, start
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 TALK = """
 import os, socket
@@ -67,7 +66,7 @@ def test_the_first_rank_that_fails_ends_all(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == "rank 1 ended first, with exit code 1\nit broke\n"
 
 
-@needs_root
+@needs_namespaces
 def test_rank_0_changes_the_rate_of_links(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert begin(SHAPE, tmp_path, namespaces=True) == 0, (tmp_path / "rank1.log").read_text()
     assert capfd.readouterr().out.splitlines() == ["200mbit True", "unshaped False", "300mbit True"]

@@ -20,6 +20,7 @@ import pytest
 from cases import join
 from cluster_script import fit
 from fits import State, worst
+from namespaced import needs_namespaces
 from pool import RankPool
 from sysfs import Sysfs
 from torch.distributed.launcher.api import elastic_launch
@@ -29,7 +30,7 @@ from lightning_afd.bench.namespaces import Network, network
 from lightning_afd.strategies import base
 from lightning_afd.strategies.nics import NodeRanks, _address_of, _is_local
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+pytestmark = needs_namespaces
 
 Result = tuple[list[float], State]
 Options = tuple[dict[str, Any], ...]
