@@ -30,6 +30,10 @@ class Grid:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"{self.title}: a row has another number of cells than {len(self.columns)} columns")
+
     def rich(self) -> Table:
         """For a terminal."""
         table = Table(title=self.title, title_justify="left", title_style="bold", pad_edge=False)
@@ -77,6 +81,7 @@ def contenders(section: Section) -> Grid:
         "MB",
         "loss",
         "waits",
+        "bubble",
         "engine",
         "memory",
     )
@@ -118,8 +123,6 @@ def overview(sections: Sequence[Section]) -> Grid:
         f"{first}, s",
         "x its bound",
         "bound by",
-        "waits",
-        "bubble",
         *(f"{name} / {first}" for name in names[1:]),
     )
     return Grid(title=f"Steps of {first}, and how many times as long others take", columns=columns, rows=tuple(rows))

@@ -10,6 +10,7 @@ from lightning_afd.bench.names import parse
 from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes, disagreement, paired, ring_bytes
 from lightning_afd.bench.result import Measured, Section
 from lightning_afd.bench.settings import Settings, title_of
+from lightning_afd.bench.tables import Grid
 from lightning_afd.errors import PlanError
 
 
@@ -165,3 +166,8 @@ def test_settings_that_mean_nothing_are_refused(change: dict[str, Any], message:
     Settings.read({**GOOD, "workload": {**SIZES, "width": "balanced"}})
     with pytest.raises(PlanError, match=message):
         Settings.read({**GOOD, **change})
+
+
+def test_a_table_has_a_cell_for_each_column() -> None:
+    with pytest.raises(ValueError, match="steps: a row has another number of cells than 2 columns"):
+        Grid(title="steps", columns=("contender", "loss"), rows=(("afd", "6.2", "1 %"),))
