@@ -14,12 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_afd.bench.job import Job, Step
 from lightning_afd.bench.peers.data_parallel import DataParallelStep
+from lightning_afd.errors import PlanError
 
 
 def make(job: Job) -> Step:
     """Collective: the workload's attention and weights with torchtitan's experts."""
     from torchtitan.distributed.utils import set_spmd_backend
 
+    if job.workload.width % 8:
+        raise PlanError(
+            f"torchtitan-moe multiplies rows of 16 bytes or multiples of it in bfloat16, and experts {job.workload.width} "
+            f"wide have others: choose workload.width={8 * round(job.workload.width / 8)}, or leave it out"
+        )
     set_spmd_backend("default")
     mesh = init_device_mesh(job.device.type, (job.world,), mesh_dim_names=("ep",))
     model: Any = job.workload.model(job.device)
