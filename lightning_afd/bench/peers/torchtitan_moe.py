@@ -23,8 +23,8 @@ def make(job: Job) -> Step:
 
     if job.workload.width % 8:
         raise PlanError(
-            f"torchtitan-moe multiplies rows of 16 bytes or multiples of it in bfloat16, and experts {job.workload.width} "
-            f"wide have others: choose workload.width={8 * round(job.workload.width / 8)}, or leave it out"
+            f"torchtitan-moe multiplies in bfloat16, in rows of 16, 32, 48 ... bytes, which experts {job.workload.width} "
+            f"wide do not have: choose workload.width={8 * round(job.workload.width / 8)}, or leave it out"
         )
     set_spmd_backend("default")
     mesh = init_device_mesh(job.device.type, (job.world,), mesh_dim_names=("ep",))
