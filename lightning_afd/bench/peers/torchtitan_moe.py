@@ -23,7 +23,7 @@ def make(job: Job) -> Step:
 
     if job.workload.width % 8:
         raise PlanError(
-            f"torchtitan-moe multiplies in bfloat16, in rows of 16, 32, 48 ... bytes, which experts {job.workload.width} "
+            f"torchtitan-moe multiplies in bfloat16, in rows of whole 16 bytes, which experts {job.workload.width} "
             f"wide do not have: choose workload.width={8 * round(job.workload.width / 8)}, or leave it out"
         )
     set_spmd_backend("default")
