@@ -15,7 +15,6 @@ from lightning_afd.allocate.choose import Effort, choose
 from lightning_afd.allocate.collocated import Prediction
 from lightning_afd.allocate.fit import Fitting
 from lightning_afd.allocate.request import Candidate, Request
-from lightning_afd.allocate.simulated import shared_seconds
 from lightning_afd.baselines.collocated import Collocated, Costs
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.cost.job import BatchShape
@@ -135,7 +134,7 @@ def _with_least_recomputation(request: Request, micro_batches: int) -> Predictio
         if memory <= request.cluster.device.memory_bytes:
             return Prediction(
                 name=f"collocated (flowmoe, micro_batches={micro_batches})",
-                seconds=_step_seconds(costs, schedule, together),
+                seconds=_step_seconds(costs, schedule),
                 detail=f"experts over {ranks} ranks, {micro_batches} micro-batches, recompute={rung[0]}",
                 memory_bytes=memory,
                 micro_batches=micro_batches,
@@ -145,8 +144,6 @@ def _with_least_recomputation(request: Request, micro_batches: int) -> Predictio
     return None
 
 
-def _step_seconds(costs: Costs, schedule: Schedule, layout: Layout) -> float:
-    """On ranks that share cores, with the sums of gradients as far as they show, and the update."""
-    simulation = simulate(schedule, costs.load())
-    sums = max(0.0, simulation.seconds - simulation.timeline.end)
-    return shared_seconds(simulation.timeline, layout, costs.job.cluster) + sums + costs.update_seconds()
+def _step_seconds(costs: Costs, schedule: Schedule) -> float:
+    """With the sums of gradients as far as they show, and the update; that ranks share cores is in the costs."""
+    return simulate(schedule, costs.load()).seconds + costs.update_seconds()

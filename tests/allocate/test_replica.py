@@ -57,6 +57,17 @@ def test_the_verdict_is_about_as_many_rows() -> None:
     assert two.seconds == pytest.approx(2 * one.seconds)
 
 
+def test_shared_cores_slow_both_down_once() -> None:
+    """Half as many cores as ranks: computation takes twice as long on collocated ranks, which all compute at once."""
+    asked = job(micro_batches=(1,), layouts=LAYOUTS[3:4])
+    shared = replace(asked.request.cluster, at_once=asked.request.cluster.devices_per_node / 2)
+    crowded = replace(asked, request=replace(asked.request, cluster=shared))
+    alone, together = (choose_for_replicas(each, Effort()) for each in (asked, crowded))
+    (one,), (two,) = alone.verdict.collocated, together.verdict.collocated
+    assert 1.7 < two.seconds / one.seconds <= 2
+    assert 1 < together.candidates[0].seconds / alone.candidates[0].seconds <= 2
+
+
 def test_what_does_not_fit_is_not_chosen() -> None:
     roomy = choose_for_replicas(job(rungs=RUNGS), Effort()).candidates[0]
     one = {"layouts": (roomy.layout,), "micro_batches": (roomy.micro_batches,)}
