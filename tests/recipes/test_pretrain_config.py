@@ -95,7 +95,7 @@ def test_unknown_recipe_and_help(tmp_path: Path, no_torch: str) -> None:
     )
     general, special = run(tmp_path, "--help"), run(tmp_path, "pretrain", "--help", first_on_path=no_torch)
     assert (general.returncode, special.returncode) == (0, 0)
-    assert "recipes: export, plan, pretrain, report" in general.stdout
+    assert "recipes: bench, export, plan, pretrain, report" in general.stdout
     assert special.stdout.startswith("lightning-afd pretrain [group=choice]")
     assert f"model: {MODELS}" in special.stdout
 
