@@ -6,20 +6,15 @@ cost model says. The whole model has eight.
 
 Every rank computes with one thread. Where there are fewer cores than ranks, ranks share them: the calibration measures
 that (all ranks at once, one alone), and says how many ranks compute at full speed at the same time.
-
---cpu-time compares what each role's ranks compute in a step, in seconds of their threads, with what they are predicted
-to compute: that says something on a busy machine, too, but nothing about messages and waiting.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -30,9 +25,9 @@ from torch import multiprocessing, nn
 from lightning_afd.allocate.calibration import Calibration
 from lightning_afd.allocate.candidates import simulated
 from lightning_afd.allocate.request import Candidate
+from lightning_afd.bench.start import free_port
 from lightning_afd.calibrate import RankLinks, calibrate
 from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices
-from lightning_afd.cost.times import step_costs
 from lightning_afd.engine import Engine
 from lightning_afd.model.place import dense_parameters, owned_parameters
 from lightning_afd.placement import Layout
@@ -120,17 +115,6 @@ class Case:
     def __str__(self) -> str:
         return f"{self.layout.describe():<28} {self.order:<11} R={self.micro_batches}"
 
-    def compute_ratios(self, calibration: Calibration, taken: Sequence[float]) -> dict[str, float]:
-        """What the ranks of each role have computed, all together, over what they are predicted to."""
-        request = calibration.request(self.micro_batches * self.layout.attention)
-        busy = step_costs(request.job(self.layout, self.micro_batches, ("none", False))).busy()
-        told, took = defaultdict[str, float](float), defaultdict[str, float](float)
-        for worker, seconds in busy.items():
-            ranks = self.layout.ranks_of(worker)
-            told[worker.role] += self.micro_batches * seconds.compute * len(ranks)
-            took[worker.role] += sum(taken[rank] for rank in ranks)
-        return {role: took[role] / told[role] for role in told}
-
     def predicted(self, calibration: Calibration, layers: int | None = None) -> float:
         """Seconds of a step by the planner, of so many layers only if that is said."""
         candidate = Candidate(
@@ -179,9 +163,8 @@ class Job:
         generator = torch.Generator().manual_seed(rank)
         shape = (case.micro_batches, size.rows, size.length)
         self._ids_RBS = torch.randint(0, size.vocab, shape, generator=generator)
-        self.engine_seconds = 0.0
 
-    def step(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def step(self) -> None:
         """As Lightning's loop calls it, without Lightning."""
         engine, count = self._engine, self._case.micro_batches
         steps = [
@@ -190,9 +173,7 @@ class Job:
         ]
         engine.agree(len(steps), float(len(steps)))
         self._gradients.begin(last=True)
-        start = clock()
         engine.run(steps, count, training=True)
-        self.engine_seconds = clock() - start
         self._gradients.end()
         self._optimizer.zero_grad()
         self._gradients.install(torch.ones(()), last=True)
@@ -203,13 +184,6 @@ def cases(world: int) -> Iterator[Case]:
     for layout in LAYOUTS[world]:
         for order, micro_batches in ORDERS:
             yield Case(layout=layout, order=order, micro_batches=micro_batches)
-
-
-def cpu_seconds_of(job: Job) -> float:
-    """CPU time of this rank's thread in one step of the engine."""
-    dist.barrier()
-    job.step(time.thread_time)
-    return job.engine_seconds
 
 
 def seconds_of(job: Job) -> float:
@@ -233,8 +207,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
         groups.warm(CPU)
         transports[layout] = groups, P2PTransport(groups, CPU)
     for name in options.sizes:
-        how = compare_cpu_time if options.cpu_time else compare
-        how(name, rank, world, {layout: transport for layout, (_, transport) in transports.items()}, options)
+        compare(name, rank, world, {layout: transport for layout, (_, transport) in transports.items()}, options)
     dist.barrier()
     for groups, _ in transports.values():
         groups.destroy()
@@ -278,27 +251,6 @@ class Round:
 
     def measured(self, case: Case) -> float:
         return statistics.median(self.whole[case])
-
-
-def compare_cpu_time(
-    name: str, rank: int, world: int, transports: dict[Layout, P2PTransport], options: argparse.Namespace
-) -> None:
-    """Calibration and steps in turns, on clocks that stand while a thread does not run."""
-    size, links = SIZES[name], replace(RankLinks.over_default_group((0,) * world, CPU), now=time.thread_time)
-    jobs = {case: Job(case, size, rank, transports[case.layout]) for case in cases(world) if case.order == "af-pipe"}
-    found: dict[tuple[Case, str], list[float]] = defaultdict(list)
-    for repetition in range(options.rounds + 1):
-        calibration = measured_rates(size, links, options)
-        for case, job in jobs.items():
-            taken: list[float] = [0.0] * world
-            dist.all_gather_object(taken, statistics.median(cpu_seconds_of(job) for _ in range(options.repeat)))
-            for role, value in case.compute_ratios(calibration, taken).items():
-                if repetition:
-                    found[case, role].append(value)
-    if rank == 0:
-        for (case, role), ratios in found.items():
-            told = spread(ratios)
-            print(f"{world} ranks, {name}: {case} {role}: CPU time, measured / predicted {told}", flush=True)  # noqa: T201
 
 
 def measured_steps(jobs: dict[Case, Job], repeat: int) -> dict[Case, list[float]]:
@@ -350,19 +302,12 @@ def rates(calibration: Calibration) -> str:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=LAYOUTS)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--rounds", type=int, default=3, help="of a calibration and steps")
     parser.add_argument("--repeat", type=int, default=3, help="steps of each case in a round")
-    parser.add_argument("--cpu-time", action="store_true", help="compare what ranks compute, in CPU time")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds of a calibration")
     options = parser.parse_args()
     for world in options.ranks:

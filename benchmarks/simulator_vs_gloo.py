@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from lightning_afd.bench.start import free_port
 from lightning_afd.placement import Layout
 from lightning_afd.rehearsal import Rehearsal
 from lightning_afd.schedule.actions import Action
@@ -137,12 +137,6 @@ def report(schedule: Schedule, predicted: float, ratios: list[tuple[float, float
         f"with delays {statistics.median(delayed):.3f} ({delayed[0]:.3f} to {delayed[-1]:.3f})",
         flush=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def main() -> None:

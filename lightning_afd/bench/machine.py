@@ -27,11 +27,11 @@ def machine(ranks: int) -> dict[str, Any]:
 def busy_seconds() -> float:
     """CPU seconds that processes on all cores of this machine have worked since its start; 0 where nothing says so.
 
-    Interrupts are left out: most of them are messages of the run itself.
+    Interrupts count, as they do for the process that they interrupt.
     """
     for line in _lines("/proc/stat")[:1]:
-        user, nice, system, *_ = (int(ticks) for ticks in line.split()[1:])
-        return (user + nice + system) / 100
+        user, nice, system, _, _, interrupts, soft, *_ = (int(ticks) for ticks in line.split()[1:])
+        return (user + nice + system + interrupts + soft) / 100
     return 0.0
 
 

@@ -83,7 +83,7 @@ class _Starter:
 
     def __init__(self, start: Start, net: Network | None, control: socket.socket) -> None:
         self._start, self._net, self._control = start, net, control
-        self._shared = {} if net else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        self._shared = {} if net else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def one(self, rank: int) -> subprocess.Popen[bytes]:
         """In a session of its own: Ctrl+C reaches this process only, which ends the ranks."""
@@ -215,7 +215,8 @@ def _ending_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightning_afd.bench import machine
 from lightning_afd.bench.conditions import Condition, bits_of, parse_condition
 from lightning_afd.bench.names import parse
 from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes, disagreement, paired, ring_bytes
@@ -171,3 +172,11 @@ def test_settings_that_mean_nothing_are_refused(change: dict[str, Any], message:
 def test_a_table_has_a_cell_for_each_column() -> None:
     with pytest.raises(ValueError, match="steps: a row has another number of cells than 2 columns"):
         Grid(title="steps", columns=("contender", "loss"), rows=(("afd", "6.2", "1 %"),))
+
+
+def test_interrupts_are_work_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes have them in their own time, so that others would seem to work for less than no time."""
+    monkeypatch.setattr(machine, "_lines", lambda path: ["cpu  100 20 30 9999 9999 4 6 9999 0 0", "cpu0 1"])
+    assert machine.busy_seconds() == pytest.approx(1.6)
+    monkeypatch.setattr(machine, "_lines", lambda path: [])
+    assert machine.busy_seconds() == 0
