@@ -46,7 +46,7 @@ def test_outline_is_near_the_simulation_and_holds_what_its_schedule_holds(
     method: str, stages: int, virtual: int
 ) -> None:
     """One micro-batch per slot: to a percent. Where micro-batches overlap, slots end one by one: with so few layers per
-    stage that makes up to 6 % (at the depth of published models a quarter of a percent)."""
+    stage that makes up to 6 %."""
     found = tried(method, stages, virtual)
     tolerance = 0.01 if method in ("exposed", "experts-only") else 0.06
     assert found.seconds == pytest.approx(found.run().seconds, rel=tolerance)
