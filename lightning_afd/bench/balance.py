@@ -12,20 +12,27 @@ from lightning_afd.bench.names import Spec
 NEAR = 0.05
 """By how much the longer one may exceed the other."""
 TRIES, REPEATS = 6, 5
+ALIGNED = 8
+"""Numbers of which the width is a multiple: 16 bytes in bfloat16, 32 in float32."""
 
 
 def balance(job: Job) -> None:
     """Collective: give the job's workload another width, the best one of a few tries."""
-    tried, width = dict[int, float](), job.workload.width
+    tried, width = dict[int, float](), aligned(job.workload.width)
     for _ in range(TRIES):
         tried[width] = ffn_over_attention(job, width)
         if max(tried[width], 1 / tried[width]) < 1 + NEAR:
             break
-        width = next_width(tried)
+        width = aligned(next_width(tried))
         if width in tried:
             break
     best = min(tried, key=lambda width: max(tried[width], 1 / tried[width]))
     job.use(replace(job.workload, width=best))
+
+
+def aligned(width: int) -> int:
+    """The next width whose rows fill whole vectors: some systems multiply no others."""
+    return max(ALIGNED, round(width / ALIGNED) * ALIGNED)
 
 
 def next_width(tried: dict[int, float]) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_afd.bench.engine_step import EngineStep, RankRecord, computing
@@ -15,9 +14,8 @@ from lightning_afd.bench.overhead import BareShape, costs
 from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes
 from lightning_afd.bench.registry import Contender
 from lightning_afd.bench.result import Measured, Section
-from lightning_afd.regime import regime_of
-from lightning_afd.timeline import Span, Timeline
-from lightning_afd.waits import Quantiles, Usage, Wait, mean_usage, usage_of, waits_of
+from lightning_afd.bench.stages import Details, Stages
+from lightning_afd.errors import PlanError
 
 BARE_STEPS = 15
 WARM_UP = 2
@@ -71,14 +69,35 @@ class Comparison:
     """Contenders on the ranks of a job; the same ones measure one section after another. All methods are collective."""
 
     def __init__(self, job: Job, contenders: Sequence[Contender]) -> None:
-        """Build them all."""
+        """Build them all; raises PlanError where the first one fails, which is what others are measured against."""
         self._job = job
-        self.entries = [Entry(contender, contender.make(job)) for contender in contenders]
+        self.left_out: list[str] = []
+        """One line for each contender that has failed on any rank while it was built, or in its first step."""
+        tried = [self._first_step(contender) for contender in contenders]
+        if tried[0] is None:
+            raise PlanError(self.left_out[0])
+        self.entries = [entry for entry in tried if entry is not None]
         self._alone = self._twins()
         self._operators: dict[str, Stages] = {}
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP - 1):
             for entry in self.entries:
                 self._run(entry)
+
+    def _first_step(self, contender: Contender) -> Entry | None:
+        """Build it and make a step; None on all ranks where any of them has failed."""
+        entry, loss, problem = None, 0.0, ""
+        try:
+            entry = Entry(contender, contender.make(self._job))
+            loss = entry.step()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        losses, problems = zip(*self._job.gather((loss, problem)), strict=True)
+        rank = next((rank for rank, one in enumerate(problems) if one), None)
+        if rank is None and entry is not None:
+            entry.losses.append(sum(losses))
+            return entry
+        self.left_out.append(f"{contender.name}: left out, as rank {rank} raised {problems[rank or 0]}")
+        return None
 
     def section(self, rate: str, effort: Effort) -> Section:
         """Measure under the present condition of the network, which is called `rate`."""
@@ -110,6 +129,7 @@ class Comparison:
             compute={role: [one[role] for one in computes] for role in computes[0]},
             operators={role: stages.quantiles() for role, stages in self._operators.items()},
             foreign_cpu=foreign,
+            notes=self.left_out,
         )
 
     # -- one repetition -------------------------------------------------------------------------------------------
@@ -208,65 +228,6 @@ class Comparison:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         own = self._job.gather(usage.ru_utime + usage.ru_stime)
         return busy_seconds() - sum(own)
-
-
-class Details:
-    """What the timelines of a contender's steps say together."""
-
-    def __init__(self, step: EngineStep) -> None:
-        self._shape = step.shape
-        self._stages = Stages(step.plan.layers)
-        self.bound_by = ""
-        self.step_bytes = 0
-        self._usages: defaultdict[str, list[Usage]] = defaultdict(list)
-        self.advice = ""
-
-    def add(self, timeline: Timeline, step_bytes: int) -> None:
-        """One more step; the advice is that of the last one."""
-        waits = waits_of(timeline, self._shape)
-        usage = usage_of(timeline, waits)
-        self._stages.add(span for span in timeline.spans if timeline.lane(span) != "receive")
-        self._stages.add_waits(waits)
-        for rank, one in usage.items():
-            self._usages[timeline.layout.name_of(rank)].append(one)
-        self.advice = regime_of(timeline, usage).advice
-        self.step_bytes = max(self.step_bytes, step_bytes)
-
-    def usage(self) -> dict[str, dict[str, float]]:
-        """Shares of the step by rank, on the average of all steps."""
-        return {rank: mean_usage(usages).shares() for rank, usages in self._usages.items()}
-
-    def stages(self) -> dict[str, dict[str, float]]:
-        """Of all its steps."""
-        return self._stages.quantiles()
-
-
-class Stages:
-    """Durations of each kind of action ("Af"; "Tf" is the tail) and wait, over all that else tells them apart."""
-
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
-
-    def add(self, spans: Iterable[Span]) -> None:
-        """Some actions."""
-        for span in spans:
-            action = span.action
-            op = "T" if action.op == "A" and action.layer == self._layers else action.op
-            self._seconds[op + action.phase].append(span.seconds)
-
-    def add_waits(self, waits: Iterable[Wait]) -> None:
-        """Some receives, by what was waited for."""
-        for wait in waits:
-            for cause, seconds in wait.seconds.items():
-                self._seconds[cause].append(seconds)
-
-    def quantiles(self) -> dict[str, dict[str, float]]:
-        """Count, P50, P95 and P99 in seconds."""
-        found = {kind: Quantiles.of(seconds) for kind, seconds in self._seconds.items()}
-        return {
-            kind: {"count": one.count, "p50": one.p50, "p95": one.p95, "p99": one.p99} for kind, one in found.items()
-        }
 
 
 def _overhead(step: EngineStep) -> dict[str, float]:

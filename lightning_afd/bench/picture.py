@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log2
+from math import isnan, log2, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_afd.bench.ratios import Spread
 from lightning_afd.bench.result import Probe, Result, Section
+from lightning_afd.bench.sweep_lines import draw_lines
 from lightning_afd.bench.tables import IN_FULL
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def draw(result: Result, path: Path) -> None:
     if not result.sections:
         _draw_links(result.probes, path)
         return
-    if len(result.sections) > IN_FULL and len(result.sections[0].measured) > 1:
+    if len(result.sections) > IN_FULL and result.picture == "lines":
+        draw_lines(result.sections, path)
+    elif len(result.sections) > IN_FULL and len(result.sections[0].measured) > 1:
         _draw_map(result, path)
     else:
         _draw_bars(result.sections[:IN_FULL], path)
@@ -84,8 +87,8 @@ def _draw_map(result: Result, path: Path) -> None:
     from matplotlib.figure import Figure
 
     sections = result.sections
-    first, *others = [one.name for one in sections[0].measured]
-    ratios = [[section.ratio(name).median for name in others] for section in sections]
+    first, *others = dict.fromkeys(one.name for section in sections for one in section.measured)
+    ratios = [[_ratio(section, name) for name in others] for section in sections]
     figure = Figure(figsize=(4.5 + 1.3 * len(others), 1.4 + 0.35 * len(sections)), layout="constrained")
     axes = figure.subplots()
     powers = [[log2(ratio) for ratio in row] for row in ratios]
@@ -93,10 +96,15 @@ def _draw_map(result: Result, path: Path) -> None:
     for y, row in enumerate(ratios):
         for x, ratio in enumerate(row):
             color = "white" if abs(log2(ratio)) > 0.6 * STRONG else "black"
-            axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=color)
+            axes.text(x, y, "-" if isnan(ratio) else f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(others)), others, fontsize=8)
     axes.set_yticks(range(len(sections)), [section.title for section in sections], fontsize=8)
     axes.set_title(
         f"step over that of {first}: orange where {first} wins, violet where it loses", loc="left", fontsize=9
     )
     figure.savefig(path, dpi=110)
+
+
+def _ratio(section: Section, name: str) -> float:
+    """Not a number where the contender was left out."""
+    return section.ratio(name).median if name in {one.name for one in section.measured} else nan

@@ -25,7 +25,7 @@ from lightning_afd.bench.registry import Contender, available
 from lightning_afd.bench.result import Probe, Result, Section
 from lightning_afd.bench.settings import BALANCED, Settings
 from lightning_afd.bench.start import CORE, RESULT_FILE, ask_for_rate
-from lightning_afd.bench.workload import Workload
+from lightning_afd.bench.workload import Workload, busiest_expert
 from lightning_afd.errors import AFDError
 
 AS_IT_IS = "network as it is"
@@ -69,12 +69,13 @@ def run(settings: Settings) -> Result | None:
         for cell in cells:
             arena = _arena(settings.at(cell))
             job.use(arena.workload, arena.micro_batches)
-            found = {}
+            found: dict[str, int] = {}
             if settings.at(cell).workload["width"] == BALANCED:
                 balance(job)
                 found = {"workload.width": job.workload.width}
+            notes = [*skipped, *_routing(job)]
             for section in network.sections(contenders, effort):
-                sections.append(replace(section, cell={**cell, **found}, notes=skipped))
+                sections.append(replace(section, cell={**cell, **found}, notes=[*notes, *section.notes]))
     job.close()
     if job.rank:
         return None
@@ -84,7 +85,17 @@ def run(settings: Settings) -> Result | None:
         workload={**settings.workload, "width": job.workload.width},
         sections=sections,
         probes=probed,
+        picture=settings.picture,
     )
+
+
+def _routing(job: Job) -> list[str]:
+    """How uneven routing is, where that was asked for."""
+    skew = job.workload.skew
+    if not skew:
+        return []
+    most = busiest_expert(job.workload, job.device)
+    return [f"workload.skew={skew:g}: the busiest expert of a layer gets {most:.2f} times the mean of its experts"]
 
 
 def _arena(settings: Settings) -> Arena:

@@ -70,7 +70,7 @@ class Section:
     foreign_cpu: list[float] = field(default_factory=list)
     """CPU seconds that other processes of the machine took during each repetition."""
     notes: list[str] = field(default_factory=list)
-    """Contenders that were skipped, and why."""
+    """Contenders that were left out, and why."""
 
     @property
     def title(self) -> str:
@@ -132,6 +132,8 @@ class Result:
     sections: list[Section]
     probes: list[Probe] = field(default_factory=list)
     """Single links."""
+    picture: str = "map"
+    """How many sections are drawn: "map" or "lines"."""
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""

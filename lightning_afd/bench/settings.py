@@ -13,10 +13,13 @@ from lightning_afd.errors import PlanError
 
 SIZES = ("layers", "hidden", "heads", "experts", "top_k", "width", "vocabulary", "seq_len", "sequences")
 """Fields of `workload` that count something."""
+SKEW = "skew"
+"""The field of `workload` that may be no whole number, and 0."""
 BALANCED = "balanced"
 """A width of experts that is found by measuring."""
 RANKS = ("attention", "ffn", "micro_batches")
 WORKLOAD = "workload."
+PICTURES = ("map", "lines")
 
 Cell = Mapping[str, Any]
 """Settings that differ from those of the run, such as {"workload.seq_len": 256}."""
@@ -45,6 +48,8 @@ class Settings:
     device: str = "auto"
     timeout: float = 300.0
     most_foreign_cpu: float | None = None
+    picture: str = "map"
+    """How many sections are shown: as a map of ratios, or as lines over what is swept."""
     docs: str | None = None
     """Markdown file that gets the tables."""
     docs_name: str = "standard"
@@ -80,8 +85,9 @@ class Settings:
         """The settings of one cell; raises PlanError for a name that cannot be swept."""
         sizes = {name.removeprefix(WORKLOAD): value for name, value in cell.items() if name.startswith(WORKLOAD)}
         ranks = {name: value for name, value in cell.items() if name in RANKS}
-        if unknown := [name for name in cell if name not in RANKS and name.removeprefix(WORKLOAD) not in SIZES]:
-            names = ", ".join((*RANKS, *(WORKLOAD + size for size in SIZES)))
+        swept = (*SIZES, SKEW)
+        if unknown := [name for name in cell if name not in RANKS and name.removeprefix(WORKLOAD) not in swept]:
+            names = ", ".join((*RANKS, *(WORKLOAD + size for size in swept)))
             raise PlanError(f"sweep: {unknown[0]} is not a choice; choices: {names}")
         return replace(self, sweep=[], workload={**self.workload, **sizes}, **ranks)
 
@@ -105,6 +111,11 @@ class Settings:
         for name in SIZES:
             if (name, self.workload[name]) != ("width", BALANCED):
                 _whole(f"{WORKLOAD}{name}", self.workload[name])
+        skew = self.workload.get(SKEW, 0)
+        if not isinstance(skew, int | float) or skew < 0:
+            raise PlanError(f"{WORKLOAD}{SKEW}={skew} is not a number of at least 0")
+        if self.picture not in PICTURES:
+            raise PlanError(f"picture={self.picture} is not a choice; choices: {', '.join(PICTURES)}")
         if not self.contenders and not self.probes:
             raise PlanError("contenders=[]: name at least one, afd for example, or measure single links (probes=true)")
         for name in self.contenders:

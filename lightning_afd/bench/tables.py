@@ -12,6 +12,8 @@ from lightning_afd.bench.result import SAME_LOSS, Measured, Probe, Result, Secti
 
 IN_FULL = 4
 """Sections that are shown in full; more of them become the rows of one table."""
+PACKING = ("Cb", "Cf", "Db", "Df")
+"""Stages that are too short for a table of many sections; the JSON has them."""
 TEXTS = ("contender", "plan", "bound by", "stage", "section", "link", "kind", "rank")
 EXPLANATION = (
     "Medians, and quartiles in brackets. x first: paired ratios of the step to that of the first contender. x its "
@@ -57,7 +59,9 @@ def parts(result: Result) -> Iterator[Grid | str]:
         return
     if len(result.sections) > IN_FULL:
         yield overview(result.sections)
+        yield tails(result.sections)
         yield memories(result.sections)
+        yield from together(result.sections)
     else:
         for section in result.sections:
             yield contenders(section)
@@ -128,6 +132,22 @@ def overview(sections: Sequence[Section]) -> Grid:
     return Grid(title=f"Steps of {first}, and how many times as long others take", columns=columns, rows=tuple(rows))
 
 
+def tails(sections: Sequence[Section]) -> Grid:
+    """A row per section: how the first contender's actions and waits spread, and what they take of its step."""
+    kinds = sorted({kind for section in sections for kind in section.measured[0].stages if kind not in PACKING})
+    rows = []
+    for section in sections:
+        one = section.measured[0]
+        spreads = (_quantiles(one.stages[kind]) if kind in one.stages else "-" for kind in kinds)
+        rows.append((section.title, _share(one, "exposed"), _share(one, "bubble"), *spreads))
+    title = f"Stages of {sections[0].measured[0].name}: P50 / P95 / P99 in ms, and its waits and bubbles"
+    return Grid(title=title, columns=("section", "waits", "bubble", *kinds), rows=tuple(rows))
+
+
+def _quantiles(figures: Mapping[str, float]) -> str:
+    return " / ".join(f"{figures[p] * 1e3:.1f}" for p in ("p50", "p95", "p99"))
+
+
 def memories(sections: Sequence[Section]) -> Grid:
     """A row per section: MB by which ranks grow at most during a step."""
     names = list(dict.fromkeys(one.name for section in sections for one in section.measured))
@@ -169,6 +189,18 @@ def lines(section: Section) -> Iterator[str]:
     if section.measured[0].advice:
         yield f"{section.measured[0].name}: {section.measured[0].advice}"
     yield from section.notes
+
+
+def together(sections: Sequence[Section]) -> Iterator[str]:
+    """What `lines` says of one section, of many at once."""
+    worst = max(sections, key=lambda section: section.disagreement)
+    verdict = "agree" if worst.disagreement <= SAME_LOSS else f"DO NOT AGREE in {worst.title}"
+    yield f"losses {verdict} (largest relative difference {worst.disagreement:.1e})"
+    yield from (f"{section.title}: {section.rate_problem}" for section in sections if section.rate_problem)
+    foreign = [seconds for section in sections for seconds in section.foreign_cpu]
+    if foreign:
+        yield f"CPU time of others per repetition: {Spread.of(foreign):.2f} s"
+    yield from dict.fromkeys(note for section in sections for note in section.notes)
 
 
 def stages(title: str, kinds: Mapping[str, Mapping[str, float]]) -> Grid:

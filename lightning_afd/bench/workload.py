@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_afd.model.split import MoELayer, find_moe_layers
+
 OptimizerName = Literal["sgd", "adamw"]
 
 
@@ -30,6 +32,9 @@ class Workload:
     optimizer: OptimizerName = "sgd"
     lr: float = 1e-2
     seed: int = 1
+    skew: float = 0.0
+    """How much routers favour the first experts over the last ones: the former's logits are so many of their standard
+    deviations larger at the start, the latter's smaller."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """What AutoConfig.for_model gets instead of these sizes or besides: another `model_type`, for example."""
 
@@ -66,7 +71,10 @@ class Workload:
 
         with torch.random.fork_rng(), device:
             torch.manual_seed(self.seed)
-            return AutoModelForCausalLM.from_config(self.config()).train()
+            model = AutoModelForCausalLM.from_config(self.config()).train()
+        if self.skew:
+            lean(model, self.skew)
+        return model
 
     def batch(self, step: int) -> Tensor:
         """Ids [B, S] of a step, the same on all ranks."""
@@ -78,6 +86,45 @@ class Workload:
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=self.lr, fused=fused)
         return torch.optim.SGD(parameters, lr=self.lr, fused=fused)
+
+
+@torch.no_grad()
+def lean(model: nn.Module, skew: float) -> None:
+    """Let routers favour the first experts: all embeddings get one direction more, along which routers tell experts
+    apart. What they see is normalised, so that about half of it is this direction.
+    """
+    embedding_VH = model.get_input_embeddings().weight  # type: ignore[operator]
+    direction_H = torch.ones_like(embedding_VH[0]) / embedding_VH.shape[1] ** 0.5
+    embedding_VH += embedding_VH.norm(dim=1).mean() * direction_H
+    for layer in find_moe_layers(model):
+        favour_E = skew * torch.linspace(1, -1, layer.num_experts, device=direction_H.device)
+        for weight_EH in _routers(layer):
+            weight_EH += weight_EH.std() * 2**0.5 * favour_E[:, None] * direction_H
+
+
+def _routers(layer: MoELayer) -> list[nn.Parameter]:
+    experts = set(layer.experts.parameters())
+    return [
+        parameter
+        for parameter in layer.layer.parameters()
+        if parameter not in experts and parameter.dim() == 2 and parameter.shape[0] == layer.num_experts
+    ]
+
+
+@torch.no_grad()
+def busiest_expert(workload: Workload, device: torch.device) -> float:
+    """Rows of the busiest expert of a layer over the mean of its experts, in the worst layer on the first batch."""
+    model = workload.model(device)
+    worst: list[float] = []
+
+    def count(module: nn.Module, given: tuple[Any, ...]) -> None:
+        counts_E = torch.bincount(given[1].flatten(), minlength=workload.experts)
+        worst.append(float(counts_E.max() / counts_E.float().mean()))
+
+    for layer in find_moe_layers(model):
+        layer.experts.register_forward_pre_hook(count)
+    loss_of(model, workload.batch(0).to(device))
+    return max(worst)
 
 
 def loss_of(model: nn.Module, ids_BS: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -14,16 +15,18 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from lightning_afd.bench.balance import next_width
+from lightning_afd.bench.balance import aligned, next_width
 from lightning_afd.bench.compare import Comparison, Effort
 from lightning_afd.bench.docs import write_docs
 from lightning_afd.bench.job import Arena, Job, Step
+from lightning_afd.bench.picture import draw
 from lightning_afd.bench.rank import run
 from lightning_afd.bench.registry import Contender, Peer, available, resolve
 from lightning_afd.bench.report import show
 from lightning_afd.bench.result import SAME_LOSS, Result, Section
 from lightning_afd.bench.settings import Settings
-from lightning_afd.bench.workload import Workload, loss_of
+from lightning_afd.bench.sweep_lines import by_change
+from lightning_afd.bench.workload import Workload, busiest_expert, loss_of
 from lightning_afd.errors import PlanError
 
 TINY: dict[str, Any] = {
@@ -134,6 +137,71 @@ def test_losses_are_those_of_plain_data_parallelism(pool: RankPool) -> None:
     assert section.measured[2].over_bound is None and len(section.measured[2].seconds) == 1
 
 
+def raising(job: Job, *, rank: int, at_once: bool) -> Step:
+    """Another system that fails on one rank, while it is built or in its first step."""
+
+    def step() -> float:
+        if job.rank == rank:
+            raise RuntimeError("no such kernel\nand more")
+        return 0.0
+
+    if at_once:
+        step()
+    return step
+
+
+def compare_with_broken(first: str) -> tuple[Section | str, int]:
+    """A section in which some others fail; or what is said where the first one does."""
+    torch.set_num_threads(1)
+    job = Job.open(Arena(workload=Workload(**TINY), micro_batches=2, device="cpu"))
+    makes = {"early": partial(raising, rank=1, at_once=True), "late": partial(raising, rank=0, at_once=False)}
+    others = {name: Contender(name=name, make=make) for name, make in makes.items()} | {"ep": resolve("ep")}
+    chosen = [others.pop(first), *others.values()]
+    try:
+        return Comparison(job, chosen).section("tiny", Effort(repetitions=1)), job.rank
+    except PlanError as error:
+        return str(error), job.rank
+    finally:
+        job.close()
+
+
+def test_contenders_that_fail_are_left_out_with_a_line(pool: RankPool) -> None:
+    for section, _ in pool.run(compare_with_broken, 2, "ep"):
+        assert isinstance(section, Section)
+        assert [one.name for one in section.measured] == ["ep"]
+        assert section.notes == [
+            "early: left out, as rank 1 raised RuntimeError: no such kernel",
+            "late: left out, as rank 0 raised RuntimeError: no such kernel",
+        ]
+    refused = "early: left out, as rank 1 raised RuntimeError: no such kernel"
+    assert pool.run(compare_with_broken, 2, "early") == [(refused, 0), (refused, 1)]
+
+
+def test_routing_can_be_made_uneven() -> None:
+    cpu = torch.device("cpu")
+    even = Workload(**{**TINY, "experts": 8, "sequences": 32})
+    some, much = (busiest_expert(replace(even, skew=skew), cpu) for skew in (1.0, 3.0))
+    assert busiest_expert(even, cpu) < some < much <= 8 / 2, "all tokens choose it"
+    assert much > 1.7
+
+
+def test_a_sweep_is_drawn_as_lines(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = [{"micro_batches": [1, 2, 3]}, {"workload.skew": [0.0, 2.0]}]
+    asked = settings(tmp_path, contenders=["afd/af-pipe", "ep"], repetitions=1, sweep=sweep, picture="lines")
+    result, _ = pool.run(run, 2, asked)
+    assert {names: len(own) for names, own in by_change(result.sections).items()} == {
+        ("micro_batches",): 3,
+        ("workload.skew",): 2,
+    }
+    result.sections[1].measured.pop()  # as one that was left out
+    show(result, asked)
+    shown = capsys.readouterr().out
+    assert "losses agree (largest relative difference" in shown
+    assert "workload.skew=2: the busiest expert of a layer gets " in shown
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    draw(replace(result, picture="map"), tmp_path / "map.png")
+
+
 def test_contenders_that_are_not_installed_are_skipped_with_a_line() -> None:
     peers = {
         "other": Peer(module="nowhere", needs=("no_such_package", "json")),
@@ -157,6 +225,7 @@ def test_widths_are_searched_on_a_line() -> None:
         width = next_width(tried)
         tried[width] = ratio(width)
     assert abs(min(tried.values(), key=lambda value: abs(value - 1)) - 1) < 0.01
+    assert [aligned(width) for width in (1, 139, 140, 202)] == [8, 136, 144, 200]
     assert next_width({100: 0.5, 110: 0.4}) == 200, "where noise turns the line around, it is taken through the origin"
 
 

@@ -159,6 +159,8 @@ GOOD: dict[str, Any] = {
         ({"rates": ["quick"]}, "rate quick"),
         ({"workload": {**SIZES, "sequences": 1}}, "workload.sequences=1 for 2 ranks"),
         ({"workload": {**SIZES, "hidden": "wide"}}, "workload.hidden=wide is not"),
+        ({"workload": {**SIZES, "skew": -1}}, "workload.skew=-1 is not a number of at least 0"),
+        ({"picture": "film"}, "picture=film is not a choice; choices: map, lines"),
         ({"device": "tpu"}, "device=tpu is not a choice"),
         ({"rates": ["1gbit"], "device": "cuda"}, "device=cpu"),
     ],
