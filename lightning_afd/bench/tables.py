@@ -195,7 +195,8 @@ def together(sections: Sequence[Section]) -> Iterator[str]:
     """What `lines` says of one section, of many at once."""
     worst = max(sections, key=lambda section: section.disagreement)
     verdict = "agree" if worst.disagreement <= SAME_LOSS else f"DO NOT AGREE in {worst.title}"
-    yield f"losses {verdict} (largest relative difference {worst.disagreement:.1e})"
+    if any(len(section.measured) > 1 for section in sections):
+        yield f"losses {verdict} (largest relative difference {worst.disagreement:.1e})"
     yield from (f"{section.title}: {section.rate_problem}" for section in sections if section.rate_problem)
     foreign = [seconds for section in sections for seconds in section.foreign_cpu]
     if foreign:
