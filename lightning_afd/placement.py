@@ -225,10 +225,11 @@ class Layout(Grouped):
         return self.head == "ffn" and self.ffn > self.attention
 
     def describe(self) -> str:
-        """`2A + 2F`, `2 x (2A + 2F, head on F)`, `2 x 1A + 1 x 2F` or `4 collocated`, for messages."""
+        """`2A + 2F`, `2 x (2A + 2F, head on F)`, `1A + 1F, roles side by side`, `4 collocated` ..., for messages."""
         if self.collocated:
             return f"{self.attention} collocated"
         head = ", head on F" if self.head == "ffn" else ""
+        head += ", roles side by side" if self.neighbours == "groups" else ""
         if not isinstance(self.groups, int):
             return f"{self.attention_groups} x {self.attention}A + {self.ffn_groups} x {self.ffn}F{head}"
         one = f"{self.attention}A + {self.ffn}F{head}"

@@ -43,9 +43,9 @@ class AFDConfig(TrainingConfig):
     """How a plan is made."""
     head: Head = "attention"
     """Which ranks run what lies behind the last MoE layer (norm, head, loss): "attention" or "ffn"."""
-    neighbours: Neighbours = "roles"
+    neighbours: Neighbours | Open = "auto"
     """Which ranks share a node, as launchers fill one node after another: "roles", attention ranks first, or "groups",
-    both roles of group 0 in turn, then those of group 1.
+    both roles of group 0 in turn, then those of group 1; "auto": as the plan says, without one "roles".
 
     With "groups" each node has both roles, and part of what they send each other stays inside the node; with "roles"
     gradients of attention ranks are summed on as few nodes as possible.
@@ -85,7 +85,7 @@ class AFDConfig(TrainingConfig):
         super().__post_init__()
         check_choice("order", self.order, ("auto", *ORDERS))
         check_choice("head", self.head, HEADS)
-        check_choice("neighbours", self.neighbours, NEIGHBOURS)
+        check_choice("neighbours", self.neighbours, ("auto", *NEIGHBOURS))
         check_choice("shared_experts", self.shared_experts, PLACES)
         check_choice("optimizer_sharding", self.optimizer_sharding, ("none", "torch"))
         check_choice("fallback", self.fallback, ("collocated", "error"))
@@ -121,7 +121,11 @@ class AFDConfig(TrainingConfig):
     def sizes(self) -> Sizes:
         """What is said about the layout."""
         return Sizes(
-            attention=self.attention, ffn=self.ffn, groups=self.groups, head=self.head, neighbours=self.neighbours
+            attention=self.attention,
+            ffn=self.ffn,
+            groups=self.groups,
+            head=self.head,
+            neighbours="roles" if self.neighbours == "auto" else self.neighbours,
         )
 
     @property
@@ -137,7 +141,7 @@ class AFDConfig(TrainingConfig):
     def can_collocate(self) -> bool:
         """Whether no option is chosen that only separate ranks have."""
         chosen = self.groups not in ("auto", 1), self.head != "attention", self.shared_experts != "attention"
-        return not any(chosen) and self.neighbours == "roles" and self.optimizer_sharding == "none"
+        return not any(chosen) and self.neighbours != "groups" and self.optimizer_sharding == "none"
 
     def allows(self, layout: Layout) -> bool:
         """Whether a run of micro-batches may be as short as the options say."""
@@ -146,8 +150,9 @@ class AFDConfig(TrainingConfig):
     def planned(self, best: Candidate) -> Arrangement:
         """What a plan has chosen, where nothing else is given."""
         order = best.order if self.order == "auto" else self.order
+        neighbours = best.layout.neighbours if self.neighbours == "auto" else self.neighbours
         return Arrangement(
-            layout=replace(best.layout, head=self.head, neighbours=self.neighbours),
+            layout=replace(best.layout, head=self.head, neighbours=neighbours),
             order=order,
             micro_batches=self._cut(best.micro_batches),
             group=best.group if order == best.order else "auto",

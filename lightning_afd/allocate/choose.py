@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_afd.allocate.candidates import best_candidates, simulated, ways
@@ -40,7 +40,8 @@ def choose(request: Request, effort: Effort) -> PlanChoice:
     ranked = sorted((simulated(request, candidate) for candidate in near), key=_key)
     far = found[len(near) :]
     for candidate in ranked[: effort.refined]:
-        ranked += [simulated(request, way) for way in _others(request, candidate, ranked, longest=True)]
+        for placed in _placements(request, candidate):
+            ranked += [simulated(request, way) for way in _others(request, placed, ranked, longest=True)]
     ranked.sort(key=_key)
     ranked += [simulated(request, way) for way in _others(request, ranked[0], ranked, longest=False)]
     candidates = (*sorted(ranked, key=_key), *far)
@@ -64,7 +65,7 @@ def _key(candidate: Candidate) -> tuple[float, ...]:
 
 
 def _others(request: Request, candidate: Candidate, known: list[Candidate], *, longest: bool) -> list[Candidate]:
-    """Other orders and runs on the same layout, as much recomputed, that are not known yet."""
+    """Orders and runs on its layout, as much recomputed, that are not known yet."""
     fitting, seen = Fitting(request), {_way(other) for other in known}
     found = []
     for order in request.orders:
@@ -72,6 +73,15 @@ def _others(request: Request, candidate: Candidate, known: list[Candidate], *, l
         tried.sort(key=lambda way: (way.passes, -way.group))
         found += tried[:1] if longest else tried
     return [way for way in found if _way(way) not in seen]
+
+
+def _placements(request: Request, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate, and the same with other ranks in a node; nothing changes where all of them are in one."""
+    layout = candidate.layout
+    yield candidate
+    if layout.world > request.cluster.devices_per_node:
+        others = (replace(layout, neighbours=way) for way in request.neighbours if way != layout.neighbours)
+        yield from (replace(candidate, layout=other) for other in others)
 
 
 def _way(candidate: Candidate) -> tuple[object, ...]:

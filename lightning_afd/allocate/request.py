@@ -9,7 +9,7 @@ from lightning_afd.cost.hardware import Cluster
 from lightning_afd.cost.job import BatchShape, Choices, Job
 from lightning_afd.cost.model import ModelShape
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Layout
+from lightning_afd.placement import NEIGHBOURS, Layout, Neighbours
 
 Recompute = Literal["none", "attention", "full"]
 Rung = tuple[Recompute, bool]
@@ -35,6 +35,8 @@ class Request:
     orders: tuple[str, ...] = ("af-pipe", "zero-bubble")
     layouts: tuple[Layout, ...] = ()
     """The only ones that are allowed; empty: all of these groups that the cluster has room for."""
+    neighbours: tuple[Neighbours, ...] = NEIGHBOURS
+    """Ways to lay the ranks of a layout on nodes that are tried where there are several nodes."""
 
     def __post_init__(self) -> None:
         if self.parts < 1:

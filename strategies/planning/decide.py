@@ -18,7 +18,7 @@ from lightning_afd.errors import CheckpointError, PlanError
 from lightning_afd.model.place import placed_layout
 from lightning_afd.model.sample import shape_of
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.placement import Layout
+from lightning_afd.placement import NEIGHBOURS, Layout
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.config import AFDConfig, Arrangement
 from lightning_afd.strategies.planning.measured import Calibrate, described
@@ -214,7 +214,10 @@ class Decision:
         config = self._config
         return Replicas(
             request=measured.request(
-                1, rungs=_rungs(config), orders=ORDERS if config.order == "auto" else (config.order,)
+                1,
+                rungs=_rungs(config),
+                orders=ORDERS if config.order == "auto" else (config.order,),
+                neighbours=NEIGHBOURS if config.neighbours == "auto" else (config.neighbours,),
             ),
             rows=batch.rows,
             length=batch.tokens,

@@ -60,7 +60,8 @@ class Trials:
 
     def run(self, job: Replicas, start: Candidate, progress: Progress) -> Tried:
         """Collective: never worse than the start by measure; the start itself where there is no time or no choice."""
-        layouts = {point_of(layout): layout for layout in possible(job)}
+        neighbours = start.layout.neighbours
+        layouts = {point_of(layout): replace(layout, neighbours=neighbours) for layout in possible(job)}
         planning, cost = self._config.planning, (self._config.planning.repetitions + 1) * start.seconds
         has_time = time.perf_counter() + 2 * cost < self._deadline
         if not self._agree(planning.trials > 1 and len(layouts) > 1 and has_time and start.passes == 1):

@@ -226,3 +226,15 @@ def test_distinct_layers_keep_dense_ones_and_one_of_each_kind() -> None:
     model = distinct(shapes.model("deepseek_v3"))
     assert len(model.moe) == 1 and len(model.layers) > 1
     assert len(distinct(shapes.model("gpt_oss_120b")).layers) == 2
+
+
+def test_ranks_that_exchange_much_share_nodes() -> None:
+    """On two nodes of four with a slow network a plan lays both roles side by side, if it may."""
+    asked = request("qwen3_paper", parts=16, cluster=shapes.cluster(2, 4, nic=20), groups=(1,), choices=Choices())
+    free, fixed = choose(asked, Effort(predict={})), choose(replace(asked, neighbours=("roles",)), Effort(predict={}))
+    assert free.best.layout.neighbours == "groups" and fixed.best.layout.neighbours == "roles"
+    assert free.best.seconds < 0.9 * fixed.best.seconds
+    assert "roles side by side" in free.best.layout.describe()
+    assert PlanChoice.loads(free.dumps(), "text").best.layout == free.best.layout
+    one_node = choose(request(), Effort(predict={}))
+    assert all(candidate.layout.neighbours == "roles" for candidate in one_node.candidates), "nothing would change"
