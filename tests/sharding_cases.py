@@ -141,7 +141,7 @@ class Watch(pl.Callback):
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Copies of the state that this rank brings to a checkpoint."""
     names, states = {p: name for name, p in module.named_parameters()}, share_of(optimizer).state.items()
-    return {f"{names[p]}/{key}": value.clone() for p, values in states for key, value in values.items()}
+    return {f"{names[p]}/{key}": torch.as_tensor(v).clone() for p, values in states for key, v in values.items()}
 
 
 @contextmanager
@@ -171,7 +171,12 @@ def _fit(run: Run, case: Case, save: Path | None, start: Path | None) -> Result:
             trainer.strategy._precision_plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
         trainer.fit(module, ckpt_path=start)
     held = {name: p.detach().clone() for name, p in module.named_parameters() if is_owned(p)}
-    kept = sum(v.numel() for values in trainer.optimizers[0].state.values() for v in values.values() if v.dim())
+    kept = sum(
+        v.numel()
+        for values in trainer.optimizers[0].state.values()
+        for v in values.values()
+        if torch.as_tensor(v).dim()
+    )
     return Result(held, watch.ended, watch.rates, watch.names, watch.started, watch.saved, watch.trail, kept)
 
 

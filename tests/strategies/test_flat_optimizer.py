@@ -16,7 +16,7 @@ from sharding_cases import SAVED, Case, Grouped, Result, fit, joined, one, same
 from torch import nn
 
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.strategies import deepspeed_zero
+from lightning_afd.strategies import deepspeed_zero, refusals
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.flat_optimizer import fragments
 from lightning_afd.strategies.refusals import refuse_optimizer
@@ -159,7 +159,43 @@ def test_every_number_lies_in_one_part() -> None:
 
 
 class DeepSpeedCPUAdam(torch.optim.AdamW):
-    """Has the name of DeepSpeed's optimizer for the host's memory."""
+    """Has the name of DeepSpeed's optimizer for the host's memory, and counts steps in an int as that one does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """AdamW's."""
+        for state in self.state.values():
+            state["step"] = torch.tensor(float(state["step"]))
+        super().step(closure)
+        for state in self.state.values():
+            state["step"] = int(state["step"])
+
+
+def _fit_on_host(sharding: str, paths: dict[str, Path]) -> list[Result]:
+    """Six steps, those from the third on resumed, and resumed with a plain optimizer; with CPU for CUDA."""
+    host = Case(sharding=sharding, optimizer=DeepSpeedCPUAdam, scheduler="lambda")
+    plain = Case(sharding="none", scheduler="lambda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refusals, "_refuse_host_adam", lambda *_: None)
+        return [
+            *fit(RUN, [plain], paths["plain"]),
+            *fit(RUN, [host], paths["host"]),
+            *fit(RUN, [host], None, paths["host"]),
+            *fit(RUN, [host], None, paths["plain"]),
+            *fit(RUN, [plain], None, paths["host"]),
+        ]
+
+
+@engines
+def test_state_in_the_memory_of_the_host(pool: RankPool, tmp_path: Path, sharding: str) -> None:
+    """Every rank has flat parts then, FFN ranks of their own experts; checkpoints are those of any other optimizer."""
+    paths = {name: tmp_path / f"{name}.ckpt" for name in ("plain", "host")}
+    ranks = pool.run(_fit_on_host, RUN.world, sharding, paths, timeout=200)
+    for plain, *others in ranks:
+        assert all(same(plain.weights, other.weights) for other in others)
+    for rank, parts in ((0, 2), (1, 2), (2, 1)):
+        plain, host = ranks[rank][:2]
+        assert host.names == ["DeepSpeedCPUAdam"] * 2 and abs(host.kept - plain.kept / parts) <= 2 * 4
 
 
 @pytest.mark.parametrize(
