@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from fits import Run
 from flat_parts import FlatParts
-from pool import RankErrors, RankPool
-from sharding_cases import SAVED, Case, Grouped, Result, fit, joined, one, same
+from pool import RankErrors, RankPool, RemoteError
+from sharding_cases import SAVED, Case, Grouped, Result, Watch, fit, joined, one, same
 from torch import nn
 
 from lightning_afd.namespace import MisconfigurationException
@@ -99,6 +100,34 @@ def _without_exchange() -> list[Result]:
 def test_without_the_exchange_replicas_go_apart(pool: RankPool) -> None:
     first, second, _ = (rank.weights for rank in one(pool.run(_without_exchange, RUN.world)))
     assert first.keys() == second.keys() and not any(torch.equal(first[name], second[name]) for name in first)
+
+
+class Failing(Watch):
+    """Rank 1 fails behind the third step; each rank saves when it hears of it, as OnExceptionCheckpoint does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Between two steps, when there is state."""
+        if trainer.global_step == SAVED and trainer.global_rank == 1:
+            raise LookupError("boom")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """A rank that saves alone must not ask others for their part of a state."""
+        assert self.path is not None
+        trainer.save_checkpoint(self.path)
+
+
+def _fit_failing(path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sharding_cases.Watch", Failing)
+        fit(RUN, [Case(sharding="stand-in")], path)
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint is written")
+def test_saving_on_an_exception_of_one_rank_does_not_hang(pool: RankPool, tmp_path: Path) -> None:
+    errors = pool.try_run(_fit_failing, RUN.world, tmp_path / "broken.ckpt")
+    assert all(isinstance(error, RemoteError) for error in errors)
+    assert [error.type_name for error in errors] == ["PeerFailure", "LookupError", "PeerFailure"]
+    assert not (tmp_path / "broken.ckpt").exists()
 
 
 class Odd(Grouped):
