@@ -128,7 +128,14 @@ class TextDataModule(L.LightningDataModule):
 
     def _balanced(self, rows: PackedRows) -> BalancedSampler:
         replicas = Replicas(**((self.trainer and self.trainer.distributed_sampler_kwargs) or {}))
-        sampler = BalancedSampler(rows.work, self.batch_size, replicas, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        arrangement = getattr(self.trainer and self.trainer.strategy, "arrangement", None)
+        sampler = BalancedSampler(
+            rows.work,
+            self.batch_size,
+            replicas,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            micro_batches=getattr(arrangement, "micro_batches", 1),
+        )
         said = f"packed documents: {len(rows)} rows of {self.seq_len} tokens"
         if replicas.num_replicas > 1:
             dealt, plain = sampler.imbalance()

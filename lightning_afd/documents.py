@@ -88,13 +88,18 @@ class BalancedSampler(DistributedSampler[Any]):
     Global batch j of an epoch consists of the same rows for any number of replicas, if their number times `batch_size`
     is the same. Order and division depend on seed and epoch alone: nothing is sent, and a resumed epoch is the same
     one. A last incomplete global batch is left out. Use it with DataLoader(batch_size=batch_size, sampler=...).
+    Where `micro_batches` divides `batch_size`, the rows of a batch are in such an order that its micro-batches have
+    nearly equal work, too: a pipeline waits for its longest one.
     """
 
-    def __init__(self, work: Sequence[int], batch_size: int, replicas: Replicas, *, seed: int = 0) -> None:
+    def __init__(
+        self, work: Sequence[int], batch_size: int, replicas: Replicas, *, seed: int = 0, micro_batches: int = 1
+    ) -> None:
         count = replicas.num_replicas
         super().__init__(range(len(work)), num_replicas=count, rank=replicas.rank, seed=seed, drop_last=True)
         self.work = work
         self.batch_size = batch_size
+        self.micro_batches = micro_batches if batch_size % micro_batches == 0 else 1
         if not len(self):
             raise PlanError(
                 f"{len(work)} rows of packed documents are fewer than one batch of {count} replicas x {batch_size} "
@@ -104,7 +109,11 @@ class BalancedSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         for rows in self._global_batches():
             dealt = deal([self.work[row] for row in rows], self.num_replicas)
-            yield from (rows[place] for place in dealt[self.rank])
+            yield from self._in_micro_batches([rows[place] for place in dealt[self.rank]])
+
+    def _in_micro_batches(self, rows: Sequence[int]) -> Iterator[int]:
+        for part in deal([self.work[row] for row in rows], self.micro_batches):
+            yield from (rows[place] for place in part)
 
     def _global_batches(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)

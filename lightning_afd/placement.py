@@ -18,6 +18,9 @@ HEADS: tuple[Head, ...] = ("attention", "ffn")
 Neighbours = Literal["roles", "groups"]
 """Which ranks have consecutive numbers, and so mostly one node: those of a role, or both roles of a group in turn."""
 NEIGHBOURS: tuple[Neighbours, ...] = ("roles", "groups")
+Sharding = Literal["none", "torch", "deepspeed"]
+"""How ranks with the same dense parameters divide their optimizer state: by torch's or DeepSpeed's ZeRO stage 1."""
+SHARDINGS: tuple[Sharding, ...] = ("none", "torch", "deepspeed")
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 KERNELS = (*FLASH, "sdpa", "flex_attention", "eager")
+OLDEST = {"flash_attention_2": (8, 0), "flash_attention_3": (8, 0), "flash_attention_4": (9, 0)}
+"""Compute capability that a flash kernel needs, as their packages say."""
 Installed = Callable[[str], bool]
 """Whether a flash kernel's package is there, and its device."""
 
@@ -24,6 +26,8 @@ class Compute:
     device: str
     """cpu, cuda ..."""
     dtype: torch.dtype
+    capability: tuple[int, int] = (0, 0)
+    """Of a CUDA device: (8, 0) is Ampere, (9, 0) Hopper."""
 
 
 def check_attention(attn: Any) -> None:
@@ -52,7 +56,7 @@ def automatic(model: Any, compute: Compute, is_installed: Installed | None = Non
     is_installed = is_installed or _is_installed
     if compute.device == "cuda" and _is_half(compute) and model._supports_flash_attn:
         for kernel in FLASH:
-            if kernel in _compatible(model) and is_installed(kernel):
+            if kernel in _compatible(model) and compute.capability >= OLDEST[kernel] and is_installed(kernel):
                 return kernel
     return "sdpa" if model._supports_sdpa else "eager"
 
@@ -78,6 +82,11 @@ def _check_flash(model: Any, kernel: str, compute: Compute) -> None:
     if compute.device != "cuda":
         raise PlanError(
             f"model.attn={kernel} needs a CUDA device, and this run computes on the {compute.device}: {others}"
+        )
+    if compute.capability < OLDEST[kernel]:
+        needed, own = (".".join(map(str, pair)) for pair in (OLDEST[kernel], compute.capability))
+        raise PlanError(
+            f"model.attn={kernel} needs a CUDA device of compute capability {needed}, and this one has {own}: {others}"
         )
     if not _is_half(compute):
         dtype = str(compute.dtype).removeprefix("torch.")

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from lightning_afd.recipes.launch import RECIPES
+from lightning_afd.recipes.reader import ending_with_its_reader
 
 TOOLS = {name: f"lightning_afd.recipes.{name}" for name in ("bench", "export", "plan", "report", "survey")}
 """Commands that start no job: a name and its module, which has `main()`."""
@@ -11,6 +12,11 @@ TOOLS = {name: f"lightning_afd.recipes.{name}" for name in ("bench", "export", "
 
 def main() -> None:
     """Run the recipe that the command line names; an unknown one ends with a sentence and exit code 1."""
+    with ending_with_its_reader():
+        _run()
+
+
+def _run() -> None:
     commands = RECIPES | TOOLS
     names = ", ".join(sorted(commands))
     usage = f"usage: lightning-afd <recipe> [settings]; <recipe> --help lists its settings; recipes: {names}\n"

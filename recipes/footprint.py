@@ -40,7 +40,7 @@ def job_of(config: DictConfig) -> Job:
             recompute_experts=strategy["recompute_experts"],
             shared_experts=strategy["shared_experts"],
             router_logits=groups != 1 and bool(fields.get("output_router_logits")),
-            shard_optimizer=strategy["optimizer_sharding"] == "torch",
+            shard_optimizer=strategy["optimizer_sharding"] != "none",
             split_attention=strategy["order"] == "zero-bubble" and strategy["recompute"] == "none",
         ),
     )

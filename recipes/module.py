@@ -62,12 +62,14 @@ class MoELanguageModel(L.LightningModule):
             self._choose_kernel()
 
     def _choose_kernel(self) -> None:
-        precision, device = str(self.trainer.precision), self.trainer.strategy.root_device.type
+        precision, root = str(self.trainer.precision), self.trainer.strategy.root_device
         half = torch.bfloat16 if "bf16" in precision else torch.float16
         dtype = half if "16" in precision else torch.float32
-        kernel = use_kernel(self.model, self.attn, Compute(device=device, dtype=dtype))
+        capability = torch.cuda.get_device_capability(root) if root.type == "cuda" else (0, 0)
+        compute = Compute(device=root.type, dtype=dtype, capability=capability)
+        kernel = use_kernel(self.model, self.attn, compute)
         if kernel != self.kernel:
-            rank_zero_info(f"attention: {kernel} on {device} in {precision} (model.attn={self.attn})")
+            rank_zero_info(f"attention: {kernel} on {root.type} in {precision} (model.attn={self.attn})")
         self.kernel = kernel
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.errors import AFDError, PlanError
+from lightning_afd.placement import SHARDINGS
 from lightning_afd.recipes.launch import check_given, compose, fail
 
 PLAN_FILE, PICTURE_FILE = "plan.json", "plan.png"
@@ -86,7 +87,7 @@ def requested(config: DictConfig) -> Any:
             dedup=_one_of(config, "dedup", ("rank", "node", "none")),
             imbalance=_at_least_one(config, "imbalance"),
             shared_experts=_one_of(config, "shared_experts", ("attention", "ffn")),
-            shard_optimizer=_one_of(config, "optimizer_sharding", ("none", "torch")) == "torch",
+            shard_optimizer=_one_of(config, "optimizer_sharding", SHARDINGS) != "none",
         ),
         rungs=tuple(rung for rung in RUNGS if recompute in ("auto", rung[0])),
         groups=tuple(settings["groups"]),

@@ -5,6 +5,7 @@ import sys
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.recipes.launch import work
+from lightning_afd.recipes.reader import ending_with_its_reader
 
 
 def main() -> None:
@@ -12,7 +13,8 @@ def main() -> None:
     recipe, file = sys.argv[1:]
     config = OmegaConf.load(file)
     assert isinstance(config, DictConfig)
-    work(recipe, config)
+    with ending_with_its_reader():
+        work(recipe, config)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
 from lightning_afd.recording.saved import FOLDER
-from lightning_afd.strategies.divided import divide_state
+from lightning_afd.strategies.divided import Division, divide_state
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.expert_balance import ExpertBalance
 from lightning_afd.strategies.gradient_norm import GradientNorm
@@ -191,13 +191,16 @@ class AFDStrategy(PlannedStrategy):
         with refusing_several_optimizers(self.strategy_name):
             super().setup_optimizers(trainer)
         self._checkpoints.name_parameters(self.optimizers)
-        divided = self.config.divides_optimizers
+        sharding = self.config.sharding
         for optimizer in self.optimizers:
-            refuse_optimizer(optimizer, self.strategy_name, divided=divided)
+            refuse_optimizer(optimizer, self.strategy_name, sharding, self.root_device)
             drop_foreign(optimizer)
-        if divided and self.engine is not None and self.engine.is_attention and self.layout.attention > 1:
+        if sharding != "none":
+            assert self.engine is not None and self._groups is not None
+            replicas = self.layout.attention if self.engine.is_attention else 1
+            division = Division(sharding=sharding, groups=self._groups, replicas=replicas)
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            self.optimizers = divide_state(self.optimizers, schedulers, self._groups)
+            self.optimizers = divide_state(self.optimizers, schedulers, division)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from lightning_afd.model.experts import rows_of
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.base import RankedStrategy
-from lightning_afd.strategies.divided import share_of, share_was_loaded
+from lightning_afd.strategies.divided import loading, share_of
 from lightning_afd.strategies.global_batch import GlobalBatch, describe_change
 from lightning_afd.strategies.seeds import random_state, set_random_state
 
@@ -34,7 +34,8 @@ class RankCheckpoints:
 
     def __init__(self, strategy: RankedStrategy) -> None:
         self._strategy = strategy
-        self._names: dict[int, optimizer_state.GroupNames] = {}
+        self._names: list[optimizer_state.GroupNames] = []
+        """Of each optimizer."""
         self._saved: Saved | None = None
         self._batch: GlobalBatch | None = None
         self._saved_batch: dict[str, int] | None = None
@@ -44,7 +45,7 @@ class RankCheckpoints:
     def name_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """To be called while the optimizers still hold the parameters of all ranks."""
         module = self._strategy.lightning_module
-        self._names = {id(optimizer): optimizer_state.group_names(optimizer, module) for optimizer in optimizers}
+        self._names = [optimizer_state.group_names(optimizer, module) for optimizer in optimizers]
 
     def note_batches(self, loader: Any) -> None:
         """To be called with the dataloader of a fit, behind a restore: warn if an optimizer step has other rows now."""
@@ -62,8 +63,8 @@ class RankCheckpoints:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank brings of an optimizer's state."""
-        optimizer = share_of(optimizer)
-        names = self._names[id(optimizer)]
+        number = next(n for n, known in enumerate(self._strategy.optimizers) if known is optimizer)
+        names, optimizer = self._names[number], share_of(optimizer)
         parameters = optimizer_state.held_parameters(optimizer, self._strategy.lightning_module, names)
         tensors, plain = optimizer_state.dump_state(optimizer, parameters)
         return {"groups": optimizer_state.dump_groups(optimizer, names), "tensors": tensors, "plain": plain}
@@ -163,15 +164,14 @@ class RankCheckpoints:
         saved, self._saved = self._saved, None
         assert saved is not None
         for number, (optimizer, groups) in enumerate(zip(optimizers, checkpoint[OPTIMIZERS], strict=True)):
-            share = share_of(optimizer)
-            names = self._names[id(share)]
-            parameters = optimizer_state.held_parameters(share, self._strategy.lightning_module, names)
+            names = self._names[number]
             keys = optimizer_state.keys_of(groups, names)
-            rows = {keys[name]: rows_of(parameter) for name, parameter in parameters.items()}
-            read = saved.optimizer_state(number, rows)
-            state = {name: read[keys[name]] for name in parameters if keys[name] in read}
-            optimizer_state.restore(share, parameters, groups, state)
-            share_was_loaded(optimizer)
+            with loading(optimizer) as share:
+                parameters = optimizer_state.held_parameters(share, self._strategy.lightning_module, names)
+                rows = {keys[name]: rows_of(parameter) for name, parameter in parameters.items()}
+                read = saved.optimizer_state(number, rows)
+                state = {name: read[keys[name]] for name in parameters if keys[name] in read}
+                optimizer_state.restore(share, parameters, groups, state)
 
     def _take_rank_state(self, checkpoint: dict[str, Any], saved: Saved) -> None:
         """Dataloader position, random numbers and the datamodule's state: those of the same replica."""

@@ -11,10 +11,11 @@ from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.model.shared import PLACES, SharedPlace
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.placement import HEADS, NEIGHBOURS, Groups, Head, Layout, Neighbours, as_groups
+from lightning_afd.placement import HEADS, NEIGHBOURS, SHARDINGS, Groups, Head, Layout, Neighbours, Sharding, as_groups
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import ORDERS, Knobs
 from lightning_afd.schedule.together import TOGETHER_ORDERS
+from lightning_afd.strategies.deepspeed_zero import check_installed
 from lightning_afd.strategies.options import Arrangement, TrainingConfig, check_choice
 from lightning_afd.strategies.planning.options import Planning
 from lightning_afd.strategies.sizes import Open, Sizes
@@ -72,10 +73,12 @@ class AFDConfig(TrainingConfig):
 
     On "ffn" each token's are computed by one of the F ranks that it visits, and every F rank of a group holds them.
     """
-    optimizer_sharding: Literal["none", "torch"] = "none"
-    """Whether A ranks of a group divide their optimizer state by parameters, with torch's ZeroRedundancyOptimizer.
+    optimizer_sharding: Sharding = "none"
+    """Whether A ranks of a group divide their optimizer state: by parameters with torch's ZeroRedundancyOptimizer
+    ("torch"), or in equal parts with ZeRO stage 1 of DeepSpeed ("deepspeed", an extra), for float32 parameters.
 
-    Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer.
+    Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer. With "deepspeed" all ranks keep
+    the state of a DeepSpeedCPUAdam in the host's memory.
     """
     fallback: Literal["collocated", "error"] = "collocated"
     """What happens where attention and ffn are left open and separate ranks make no sense, as on 1 rank or where the
@@ -87,7 +90,9 @@ class AFDConfig(TrainingConfig):
         check_choice("head", self.head, HEADS)
         check_choice("neighbours", self.neighbours, ("auto", *NEIGHBOURS))
         check_choice("shared_experts", self.shared_experts, PLACES)
-        check_choice("optimizer_sharding", self.optimizer_sharding, ("none", "torch"))
+        check_choice("optimizer_sharding", self.optimizer_sharding, SHARDINGS)
+        if self.optimizer_sharding == "deepspeed":
+            check_installed()
         check_choice("fallback", self.fallback, ("collocated", "error"))
         try:
             if self.groups != "auto":
@@ -108,8 +113,8 @@ class AFDConfig(TrainingConfig):
         return Knobs(group=self.micro_batch_group, pending=self.pending_weight_gradients, pace=self.pace)
 
     @property
-    def divides_optimizers(self) -> bool:
-        return self.optimizer_sharding == "torch"
+    def sharding(self) -> Sharding:
+        return self.optimizer_sharding
 
     def choices(self, arrangement: Arrangement) -> dict[str, Any]:
         splits = self.split_attention and arrangement.order == "zero-bubble" and arrangement.recompute == "none"

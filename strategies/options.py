@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.placement import Layout
+from lightning_afd.placement import Layout, Sharding
 from lightning_afd.strategies.nics import NicsOfRoles, checked_nics
 
 
@@ -98,9 +98,9 @@ class TrainingConfig:
             )
 
     @property
-    def divides_optimizers(self) -> bool:
-        """Whether data replicas divide their optimizer state."""
-        return False
+    def sharding(self) -> Sharding:
+        """How data replicas divide their optimizer state."""
+        return "none"
 
     def choices(self, arrangement: Arrangement) -> dict[str, Any]:
         """The fields of a Plan that follow from the options, whatever the layout."""

@@ -6,18 +6,25 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import Embedding, EmbeddingBag
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_afd.model.compiled import is_compiled_function
 from lightning_afd.namespace import MisconfigurationException, namespace_of
+from lightning_afd.placement import Sharding
 from lightning_afd.strategies.config import AFDConfig
+from lightning_afd.strategies.deepspeed_zero import HOST_ADAM
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "BatchSizeFinder", "LearningRateFinder")
+_BY_NUMBER = tuple(
+    getattr(torch.optim, name) for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+)
+"""Optimizers that update each number by itself, whatever tensor it lies in."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -110,7 +117,7 @@ def refusing_several_optimizers(strategy: str) -> Iterator[None]:
         ) from None
 
 
-def refuse_optimizer(optimizer: object, strategy: str, *, divided: bool) -> None:
+def refuse_optimizer(optimizer: object, strategy: str, sharding: Sharding, device: torch.device) -> None:
     """Refuse optimizers that call the closure several times, and those whose state cannot be divided if it is to be."""
     name = type(optimizer).__name__
     if name == "LBFGS":
@@ -118,9 +125,45 @@ def refuse_optimizer(optimizer: object, strategy: str, *, divided: bool) -> None
             f"strategy {strategy} does not support LBFGS: it runs the step several times per batch"
         )
     inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    if divided and (inner or not isinstance(optimizer, Optimizer)):
+    if sharding != "none" and (inner or not isinstance(optimizer, Optimizer)):
         why = f"it wraps {inner[0]}" if inner else "it is not a torch.optim.Optimizer"
         raise MisconfigurationException(
-            f"optimizer_sharding='torch' cannot divide the state of {name}, because {why}: return a plain optimizer "
-            "from configure_optimizers, or use optimizer_sharding='none'"
+            f"optimizer_sharding={sharding!r} cannot divide the state of {name}, because {why}: return a plain "
+            "optimizer from configure_optimizers, or use optimizer_sharding='none'"
         )
+    if name == HOST_ADAM:
+        _refuse_host_adam(sharding, device)
+    elif sharding == "deepspeed":
+        assert isinstance(optimizer, Optimizer)
+        _refuse_flat_parts(optimizer)
+
+
+def _refuse_host_adam(sharding: Sharding, device: torch.device) -> None:
+    """DeepSpeed's Adam updates copies of a GPU's parameters in the host's memory, which its ZeRO makes."""
+    if sharding == "deepspeed" and device.type != "cuda":
+        raise MisconfigurationException(
+            f"{HOST_ADAM} keeps optimizer state of CUDA devices in the host's memory, and this run computes on the "
+            f"{device.type}: return torch.optim.AdamW(..., fused=True) from configure_optimizers"
+        )
+    if sharding != "deepspeed" and device.type == "cuda":
+        raise MisconfigurationException(
+            f"{HOST_ADAM} cannot update parameters on {device}: use optimizer_sharding='deepspeed', which keeps its "
+            "state in the host's memory, or return torch.optim.AdamW(..., fused=True)"
+        )
+
+
+def _refuse_flat_parts(optimizer: Optimizer) -> None:
+    """Parameters are cut anywhere, and their master weights are float32."""
+    if type(optimizer) not in _BY_NUMBER:
+        raise MisconfigurationException(
+            f"optimizer_sharding='deepspeed' cuts parameters into flat parts, for which {type(optimizer).__name__} is "
+            f"not known to work: choose one of {', '.join(kind.__name__ for kind in _BY_NUMBER)}, or "
+            "optimizer_sharding='torch'"
+        )
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        if parameter.dtype != torch.float32:
+            raise MisconfigurationException(
+                f"optimizer_sharding='deepspeed' divides float32 parameters, but one of shape {list(parameter.shape)} "
+                f"is {str(parameter.dtype).removeprefix('torch.')}: choose precision 32-true, bf16-mixed or 16-mixed, "
+                "or optimizer_sharding='torch'"
+            )

@@ -42,7 +42,8 @@ class SavingStrategy(RankedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(optimizer)
+        # After a failure nothing will be written, and ranks that divide a state cannot ask each other for it.
+        return {} if self.leaves_alone else self.guarded(self._checkpoints.optimizer_state, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -8,7 +8,8 @@ that nobody uses here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,8 +86,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         return self.optim
 
-    def share_was_loaded(self) -> None:
-        """Take over the hyperparameters that were loaded into `share()`."""
+    @contextmanager
+    def loading(self) -> Iterator[Optimizer]:
+        """`share()`, whose loaded hyperparameters are taken over."""
+        yield self.share()
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,6 +168,17 @@ def test_batches_of_packed_documents(book: Path, tmp_path: Path) -> None:
     assert is_first[0, ::64].all() and int(is_first.sum()) > 8
     assert sum(len(batch["input_ids"][0]) for batch in data.val_dataloader()) == 64 * len(data.val_rows)
     assert 0 < data.entropy < math.log(300)
+
+
+def test_micro_batches_of_packed_documents_have_equal_work(book: Path, tmp_path: Path) -> None:
+    data = packed_data(book, tmp_path / "cache")
+    assert data.train_dataloader().sampler.micro_batches == 1  # type: ignore[attr-defined]
+    arrangement = SimpleNamespace(micro_batches=2)
+    strategy = SimpleNamespace(arrangement=arrangement)
+    data.trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)  # type: ignore[assignment]
+    assert data.train_dataloader().sampler.micro_batches == 2  # type: ignore[attr-defined]
+    arrangement.micro_batches = 3  # batches of 4 rows
+    assert data.train_dataloader().sampler.micro_batches == 1  # type: ignore[attr-defined]
 
 
 def test_documents_are_in_training_or_in_validation(book: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from itertools import chain, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +18,7 @@ from tiny import tiny_hf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import BatchEncoding
+from varlen import NAME, varlen_kernel
 
 from lightning_afd.batch import loss_weight, split_batch
 from lightning_afd.documents import BalancedSampler, FlattenRows, PackedRows, Replicas
@@ -140,6 +142,17 @@ def test_replicas_have_nearly_equal_work() -> None:
     assert 1.0 <= dealt < 1.05 < 1.15 < plain
 
 
+def test_micro_batches_have_nearly_equal_work() -> None:
+    replicas = Replicas(num_replicas=2, rank=1)
+    plain, dealt, odd = (list(BalancedSampler(WORK, 12, replicas, micro_batches=parts)) for parts in (1, 3, 5))
+    assert odd == plain != dealt
+    for start in range(0, len(plain), 12):
+        assert sorted(plain[start : start + 12]) == sorted(dealt[start : start + 12])
+        work = [[WORK[row] for row in rows[start : start + 12]] for rows in (plain, dealt)]
+        before, after = (max(sum(own[i : i + 4]) for i in (0, 4, 8)) * 3 / sum(own) for own in work)
+        assert 1.0 <= after < 1.08 and after < before
+
+
 def test_too_few_rows_for_a_batch() -> None:
     with pytest.raises(PlanError, match="53 rows of packed documents are fewer than one batch of 2 replicas x 30 rows"):
         BalancedSampler(WORK, 30, Replicas(num_replicas=2))
@@ -196,6 +209,23 @@ def test_packed_documents_are_the_separate_ones(name: str, kernel: str, layout: 
     assert worst_difference(packed_grads, grads, noise=1e-6) < 1e-6
     outcome = LocalJob(model, layout, loss=packed_loss, micro_batches=3).step(cut)
     assert outcome.difference(loss, grads, noise=1e-6) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_flash_kernels_get_the_borders_of_each_micro_batch(name: str) -> None:
+    """In every layer of both attention groups, and nothing else to keep documents apart."""
+    lengths = ([12, 5, 9, 20, 1, 4], [17, 3, 11, 2, 10, 6])
+    parts = [documents(a, own) for a, own in enumerate(lengths)]
+    cut = [[packed(part[:2]), packed(part[2:3]), packed(part[3:])] for part in parts]
+    loss, grads = plain_step(model_of(name, "sdpa"), cut, packed_loss)
+    borders = {tuple(np.cumsum([0, *own[a:b]]).tolist()) for own in lengths for a, b in ((0, 2), (2, 3), (3, 6))}
+    with varlen_kernel() as seen:
+        outcome = LocalJob(model_of(name, NAME), LAYOUTS[1], loss=packed_loss, micro_batches=3).step(cut)
+    assert outcome.difference(loss, grads, noise=1e-6) < 1e-6
+    assert set(map(tuple, seen)) == borders
+    with varlen_kernel(ignores_borders=True):
+        outcome = LocalJob(model_of(name, NAME), LAYOUTS[0], loss=packed_loss, micro_batches=3).step(cut)
+    assert outcome.difference(loss, grads, noise=1e-6) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def choices_of(config: AFDConfig, trainer: pl.Trainer) -> Choices:
     return Choices(
         precision=PRECISIONS[name],
         shared_experts=config.shared_experts,
-        shard_optimizer=config.divides_optimizers,
+        shard_optimizer=config.sharding != "none",
         dedup="rank" if config.dedup else "none",
     )
 

@@ -15,7 +15,9 @@ from lightning_afd.recipes import module as recipe
 from lightning_afd.recipes.attention import Compute, automatic, check_attention, use_kernel
 from lightning_afd.recipes.module import MoELanguageModel
 
-GPU = Compute(device="cuda", dtype=torch.bfloat16)
+GPU = Compute(device="cuda", dtype=torch.bfloat16, capability=(9, 0))
+AMPERE = Compute(device="cuda", dtype=torch.float16, capability=(8, 6))
+VOLTA = Compute(device="cuda", dtype=torch.float16, capability=(7, 0))
 CPU = Compute(device="cpu", dtype=torch.float32)
 
 
@@ -26,7 +28,11 @@ CPU = Compute(device="cpu", dtype=torch.float32)
         ("qwen3_moe", GPU, "", "sdpa"),
         ("qwen3_moe", GPU, "34", "flash_attention_3"),
         ("deepseek_v3", GPU, "24", "flash_attention_2"),
-        ("deepseek_v3", Compute(device="cuda", dtype=torch.float32), "2", "sdpa"),
+        ("deepseek_v3", Compute(device="cuda", dtype=torch.float32, capability=(9, 0)), "2", "sdpa"),
+        ("qwen3_moe", AMPERE, "34", "flash_attention_3"),
+        ("qwen3_moe", AMPERE, "4", "sdpa"),
+        ("qwen3_moe", VOLTA, "234", "sdpa"),
+        ("gpt_oss", AMPERE, "234", "eager"),
         ("gpt_oss", GPU, "23", "eager"),
         ("gpt_oss", GPU, "234", "flash_attention_4"),
         ("gpt_oss", CPU, "234", "eager"),
@@ -52,8 +58,20 @@ def test_kernels_of_a_cpu_give_the_same_numbers(kernel: str) -> None:
         (
             "qwen3_moe",
             "flash_attention_2",
-            Compute(device="cuda", dtype=torch.float32),
+            Compute(device="cuda", dtype=torch.float32, capability=(9, 0)),
             "in bfloat16 or float16, and this run in float32: choose trainer.precision=bf16-mixed",
+        ),
+        (
+            "qwen3_moe",
+            "flash_attention_2",
+            VOLTA,
+            r"needs a CUDA device of compute capability 8\.0, .* has 7\.0: choose",
+        ),
+        (
+            "gpt_oss",
+            "flash_attention_4",
+            AMPERE,
+            r"needs a CUDA device of compute capability 9\.0, .* has 8\.6: choose",
         ),
         ("gpt_oss", "flash_attention_2", GPU, "does not fit GptOssForCausalLM, which works with .*flash_attention_4"),
         ("qwen3_moe", "flash_attention_3", GPU, "needs the package flash-attn-3: install it, or choose auto"),

@@ -1,157 +1,23 @@
 """Optimizer state divided over the A ranks: the numbers of the plain optimizer, half of its bytes, any checkpoint."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from fits import Model, Run, State, tiny_module
-from lightning.pytorch.plugins import MixedPrecision
+from fits import Run
 from pool import RankPool
+from sharding_cases import SAVED, Case, Result, close, fit, joined, one, same
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
-from lightning_afd.model.place import is_owned
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.strategies.divided import divide_state, share_of
+from lightning_afd.strategies.divided import Division, divide_state
 from lightning_afd.strategies.refusals import refuse_optimizer
 
-STEPS = 6
-SAVED = 3
 RUN = Run(layout="2A+1F", precision="64-true")
-
-
-def _sequential(optimizer: torch.optim.Optimizer) -> Any:
-    warm_up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    return lr_scheduler.SequentialLR(optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2])
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [1e-2, 3e-2], total_steps=STEPS + 1),
-    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0),
-    "sequential": _sequential,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One fit of six batches."""
-
-    sharding: str = "torch"
-    scheduler: str = ""
-    hook: bool = False
-    """Whether a hook of the module sets rates between backward and step."""
-    poison: bool = False
-    """Whether one gradient is infinite in the third step."""
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
-    """Adagrad makes its state in the constructor."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of the Trainer."""
-    scaled: bool = False
-
-
-@dataclass
-class Result:
-    """What a rank has at the end."""
-
-    weights: State
-    state: State
-    """Optimizer state of this rank as `name/key`."""
-    rates: list[list[Any]]
-    """Rates and betas of each group behind each step."""
-    names: list[str]
-    started: State
-    """Optimizer state behind the start."""
-    saved: State
-    """Optimizer state at the save."""
-
-
-class Grouped(Model):
-    """Two groups, whose order is not that of the parameters."""
-
-    case: Case
-
-    def configure_optimizers(self) -> Any:
-        """Matrices decay."""
-        named = dict(self.named_parameters())
-        decayed = [p for name, p in named.items() if "proj" in name or "qkv" in name]
-        others = [p for p in named.values() if all(p is not other for other in decayed)]
-        groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.3, "lr": 2e-2}]
-        optimizer = self.case.optimizer(groups, lr=1e-2)  # type: ignore[call-arg]
-        if not self.case.scheduler:
-            return optimizer
-        config = {"scheduler": SCHEDULERS[self.case.scheduler](optimizer), "interval": "step", "monitor": "train_loss"}
-        return {"optimizer": optimizer, "lr_scheduler": config}
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """A schedule of the user's own."""
-        if self.case.hook:
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-2 / (1 + self.global_step)
-
-    def on_after_backward(self) -> None:
-        """An overflow."""
-        if self.case.poison and self.trainer.global_rank == 1 and self.trainer.fit_loop.epoch_loop.batch_idx == 2:
-            next(p for p in self.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")
-
-
-@dataclass
-class Watch(pl.Callback):
-    """Looks at the optimizer at the start and behind each step; saves behind the third one if told where."""
-
-    path: Path | None = None
-    rates: list[list[Any]] = field(default_factory=list)
-    started: State = field(default_factory=dict)
-    saved: State = field(default_factory=dict)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at what was loaded."""
-        self.started = state_of(pl_module, trainer.optimizers[0])
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Look at a step."""
-        self.rates.append([(group["lr"], group.get("betas")) for group in trainer.optimizers[0].param_groups])
-        if trainer.global_step == SAVED and self.path is not None:
-            self.saved = state_of(pl_module, trainer.optimizers[0])
-            trainer.save_checkpoint(self.path)
-
-
-def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Copies of the state that this rank holds."""
-    names, states = {p: name for name, p in module.named_parameters()}, optimizer.state.items()
-    return {f"{names[p]}/{key}": value.clone() for p, values in states for key, value in values.items()}
-
-
-def fit(run: Run, cases: Sequence[Case], save: Path | None = None, start: Path | None = None) -> list[Result]:
-    """Train on this rank, case by case."""
-    results = []
-    for case in cases:
-        module = tiny_module(steps=STEPS, seed=0 if start is None else 1, tied=True, layers=2)
-        module.__class__, module.case = Grouped, case  # type: ignore[assignment]
-        watch = Watch(save)
-        options: dict[str, Any] = {"callbacks": [watch], **case.options}
-        sharding = {"optimizer_sharding": case.sharding, "on_nonfinite": "skip"}
-        trainer = run.trainer(sharding, **options)
-        if case.scaled:
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-            trainer.strategy._precision_plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-        trainer.fit(module, ckpt_path=start)
-        optimizer = trainer.optimizers[0]
-        held = {name: p.detach().clone() for name, p in module.named_parameters() if is_owned(p)}
-        names = [type(optimizer).__name__, type(share_of(optimizer)).__name__]
-        results.append(Result(held, state_of(module, optimizer), watch.rates, names, watch.started, watch.saved))
-    return results
-
-
-def same(one: State, other: State) -> bool:
-    """Whether all tensors are bit-equal."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+CPU = torch.device("cpu")
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -229,24 +95,6 @@ def test_checkpoints_go_from_one_sharding_and_layout_to_another(pool: RankPool, 
         assert same(joined(whole["torch"], "saved", divided=True), whole["none"][0].saved)
 
 
-def close(one: State, other: State) -> bool:
-    """Whether only the rounding of float64 differs."""
-    return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
-
-
-def one(ranks: list[list[Result]]) -> list[Result]:
-    """The only case of each rank."""
-    return [result for (result,) in ranks]
-
-
-def joined(ranks: list[Result], when: str, *, divided: bool) -> State:
-    """State of all A ranks; none of it twice if divided."""
-    parts: list[State] = [getattr(rank, when) for rank in ranks[:-1]]
-    whole = {name: value for part in parts for name, value in part.items()}
-    assert len(whole) == (sum(map(len, parts)) if divided else len(parts[0]))
-    return whole
-
-
 def _step_mixed(divide: bool) -> tuple[list[Tensor], int]:
     """Three steps of parameters of several dtypes, one of them frozen and one without gradients, on two ranks."""
     if divide:
@@ -257,7 +105,8 @@ def _step_mixed(divide: bool) -> tuple[list[Tensor], int]:
     parameters[2].requires_grad_(False)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
     if divide:
-        (optimizer,) = divide_state([optimizer], [], SimpleNamespace(replicas=dist.group.WORLD))  # type: ignore[arg-type]
+        groups: Any = SimpleNamespace(replicas=dist.group.WORLD)
+        (optimizer,) = divide_state([optimizer], [], Division(sharding="torch", groups=groups, replicas=2))
     for _ in range(3):
         for parameter in parameters[:2] + parameters[3:-1]:
             parameter.grad = parameter.detach() * 0.1 + 1
@@ -282,7 +131,7 @@ class Lookahead:
 
 def test_wrapped_optimizers_are_refused() -> None:
     inner = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    refuse_optimizer(inner, "afd", divided=True)
-    refuse_optimizer(Lookahead(inner), "afd", divided=False)
+    refuse_optimizer(inner, "afd", "torch", CPU)
+    refuse_optimizer(Lookahead(inner), "afd", "none", CPU)
     with pytest.raises(MisconfigurationException, match="state of Lookahead, because it wraps SGD"):
-        refuse_optimizer(Lookahead(inner), "afd", divided=True)
+        refuse_optimizer(Lookahead(inner), "afd", "torch", CPU)

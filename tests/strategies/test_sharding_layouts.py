@@ -11,7 +11,7 @@ from fits import Run, State, tiny_module
 from pool import RankPool
 from torch import Tensor, nn
 
-from lightning_afd.strategies.divided import divide_state
+from lightning_afd.strategies.divided import Division, divide_state
 
 RUN = Run(layout="2A+2F", precision="64-true")
 
@@ -58,7 +58,8 @@ def _steps_of_group(divide: bool, group: int) -> tuple[list[Tensor], int]:
     parameters = [nn.Parameter(torch.randn(n + group, 3, generator=draw)) for n in range(1, 5)]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters)
     if divide:
-        (optimizer,) = divide_state([optimizer], [], SimpleNamespace(replicas=replicas))  # type: ignore[arg-type]
+        groups: Any = SimpleNamespace(replicas=replicas)
+        (optimizer,) = divide_state([optimizer], [], Division(sharding="torch", groups=groups, replicas=2))
     for _ in range(3):
         for parameter in parameters:
             parameter.grad = parameter.detach() * 0.1 + 1
