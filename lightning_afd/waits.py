@@ -237,7 +237,7 @@ def stage_of(action: Action, shape: Shape) -> str:
     """The stage that computes an action, or that needs what a transfer brings."""
     if not action.is_transfer:
         return f"{action.op}{action.layer}"
-    if action.op == "D":
+    if action.op in "DX":
         return f"E{action.layer}"
     if action.phase == "b":
         return f"A{action.layer}"
