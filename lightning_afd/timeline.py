@@ -143,8 +143,8 @@ def segments_of(spans: Iterable[Span]) -> frozenset[int]:
 
 
 def is_receive(action: Action, role: Role, segments: frozenset[int]) -> bool:
-    """Whether a rank with these segments waits in an action: A for combines, F for dispatches and in exchanges, both for
-    hops and router logits, which come back to the rank of their segment and go forward to another one.
+    """Whether a rank with these segments waits in an action: A for combines, F for dispatches and in exchanges, both
+    for hops and router logits, which come back to the rank of their segment and go forward to another one.
     """
     if action.op in "HL":
         return (action.phase == "b") == (action.layer in segments)

@@ -12,8 +12,8 @@ from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.nics import NicsOfRoles, checked_nics
 
-
 Dedup = bool | Literal["node"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
@@ -86,7 +86,7 @@ class TrainingConfig:
     """How long a rank waits for a message before it gives up."""
 
     def __post_init__(self) -> None:
-        check_choice("dedup", self.dedup, (True, "node", False))
+        check_choice("dedup", str(self.dedup), ("True", "node", "False"))
         check_choice("recompute", self.recompute, self.recompute_choices)
         check_choice("on_nonfinite", self.on_nonfinite, ("error", "skip"))
         if self.micro_batches != "auto" and self.micro_batches < 1:

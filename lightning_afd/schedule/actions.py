@@ -47,12 +47,12 @@ class Action:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether this action moves data between ranks of two workers, in whose programs it stands, or of one (exchange)."""
+        """Whether it moves data between ranks of two workers, in whose programs it stands, or of one (an exchange)."""
         return self.op in "DCXYHL"
 
     @property
     def is_exchange(self) -> bool:
-        """Whether ranks of one worker send to one another: each sends, then waits for what the others send in theirs."""
+        """Whether ranks of one worker send to one another: each sends, then waits for what the others send in it."""
         return self.op in "XY"
 
     @classmethod

@@ -107,8 +107,7 @@ def test_exchanges_stand_beside_what_comes_and_what_goes() -> None:
     """A dispatch is spread before anything else is done, also where it comes long before its experts."""
     schedule = build("sequential", Shape(layers=1, micro_batches=1, spreads=True))
     assert text(schedule) == (
-        "A0: A0f0 D0f0 C0f0 A1f0 A1b0 D0b0 C0b0 A0b0 "
-        "F0: D0f0 X0f0 E0f0 Y0f0 C0f0 D0b0 X0b0 E0b0 Y0b0 C0b0 E0w0"
+        "A0: A0f0 D0f0 C0f0 A1f0 A1b0 D0b0 C0b0 A0b0 F0: D0f0 X0f0 E0f0 Y0f0 C0f0 D0b0 X0b0 E0b0 Y0b0 C0b0 E0w0"
     )
 
 

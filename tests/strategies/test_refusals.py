@@ -120,6 +120,7 @@ def test_the_first_cause_of_a_users_own_error(
         ({"order": "fastest"}, "choose one of"),
         ({"micro_batches": 0}, "at least 1"),
         ({"on_nonfinite": "ignore"}, "'error' or 'skip'"),
+        ({"dedup": "host"}, "dedup='host': choose one of True, node, False"),
         ({"optimizer_sharding": "zero"}, "'none' or 'torch'"),
         ({"reduce_chunk_bytes": 0}, "reduce_chunk_bytes=0: choose 'auto', None or a number of bytes"),
         ({"attention": 0, "ffn": 2}, "attention=0"),
