@@ -77,7 +77,7 @@ class AttentionHops:
         views = self._arrived(action)
         self._link.release(action)
         flight.base_TH = views[0]
-        flight.sent[action.layer] = unpack_route(views, self._peers.ffn)
+        flight.sent[action.layer] = unpack_route(views, len(self._peers.expert_ranks(action.layer)))
 
     def _logits(self, action: Action) -> None:
         """Pass router logits of an own layer to the tail, or take those of another group's layer."""

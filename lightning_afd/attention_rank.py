@@ -21,10 +21,9 @@ from lightning_afd.receives import Receives
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.segments import MicroBatch, UserStep
-from lightning_afd.sent import Sent, nothing_sent, sent_by
+from lightning_afd.sent import Sent, nothing_sent, send_copies, send_gradients, sent_by
 from lightning_afd.tail_rank import refuse_unfilled
 from lightning_afd.transport.link import Link
-from lightning_afd.transport.wire import message_bytes
 
 
 class AttentionRank:
@@ -101,15 +100,7 @@ class AttentionRank:
         sent, x_TH, w_TK = self._route(action.layer, flight.segment)
         flight.sent[action.layer] = sent
         self.tokens += sent.route.tokens if action.layer == 0 else 0
-        route, most = sent.route, message_bytes(sent.sections(sent.most))
-        w_rows, weight_C = route.weights(w_TK)
-        parts = zip(*map(route.split, (route.token_C, weight_C, route.idx_CK)), strict=True)
-        for peer, (token_c, weight_c, idx_ck) in zip(self._peers.expert_ranks(action.layer), parts, strict=True):
-            message, (x_cH, w_ck, ids_ck) = self._link.allocate(action, sent.sections(token_c.shape[0]))
-            torch.index_select(x_TH, 0, token_c, out=x_cH)
-            torch.index_select(w_rows, 0, weight_c, out=w_ck)
-            ids_ck.copy_(idx_ck[:, : sent.columns])
-            self._link.send(action, peer, message, most)
+        send_copies(self._link, action, self._peers.expert_ranks(action.layer), sent, (x_TH, w_TK))
         if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
             flight.segment = None
 
@@ -119,8 +110,7 @@ class AttentionRank:
         if sent is None:  # the route comes with the base, later
             flight.sums = [answer.wait()[0] for answer in answers]
         else:
-            counted = zip(answers, sent.route.counts, strict=True)
-            flight.sums = [answer.wait_for(sent.answer("f", count))[0] for answer, count in counted]
+            flight.sums = sent.sums_in(answers)
         self._link.release(action)
 
     def _arrived(self, layer: int, flight: InFlight) -> tuple[Tensor | None, Tensor | None]:
@@ -167,13 +157,7 @@ class AttentionRank:
         hops = self._shape.hops(action.layer)
         sent = flight.sent.pop(action.layer) if hops else flight.sent[action.layer]
         dY_TH = None if flight.gradients is None else flight.gradients.dY_TH.to(sent.x_dtype)
-        most = message_bytes([sent.rows(sent.most)])
-        peers = self._peers.expert_ranks(action.layer)
-        for peer, token_c in zip(peers, sent.route.split(sent.route.token_C), strict=True):
-            message, (dY_cH,) = self._link.allocate(action, [sent.rows(token_c.shape[0])])
-            if dY_TH is not None:
-                torch.index_select(dY_TH, 0, token_c, out=dY_cH)
-            self._link.send(action, peer, message, most)
+        send_gradients(self._link, action, self._peers.expert_ranks(action.layer), sent, dY_TH)
         if not hops:
             flight.dh_TH = None if flight.gradients is None else flight.gradients.dh_TH
             flight.gradients = None
@@ -181,13 +165,8 @@ class AttentionRank:
     def _combine_gradient(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
         sent = flight.sent.pop(action.layer)
-        parts = [
-            answer.wait_for(sent.answer("b", count))
-            for answer, count in zip(self._receives.take(action), sent.route.counts, strict=True)
-        ]
+        flight.dx_TH, flight.dw_TK = sent.gradients_in(self._receives.take(action))
         self._link.release(action)
-        flight.dx_TH = sent.route.sum_copies([dx for dx, _ in parts], sent.x_dtype)
-        flight.dw_TK = sent.route.sum_weights([dw for _, dw in parts], sent.top_k, sent.w_dtype)
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
@@ -196,7 +175,7 @@ class AttentionRank:
         router = self._routers[layer]
         if segment is None:
             nothing = torch.zeros(0, 0, device=router.device)
-            return nothing_sent(self._peers.ffn, router.device), nothing, nothing
+            return nothing_sent(len(self._peers.expert_ranks(layer)), router.device), nothing, nothing
         assert segment.x_TH is not None and segment.idx_TK is not None and segment.w_TK is not None
         x_TH, w_TK = segment.x_TH.detach(), segment.w_TK.detach()
         if self._training:

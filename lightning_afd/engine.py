@@ -16,9 +16,10 @@ from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.place import segments_of_dense, stub_embeddings
 from lightning_afd.model.port import Cut, forbid, install
-from lightning_afd.model.routing import Router
+from lightning_afd.model.routing import NodeRouter, Router
 from lightning_afd.model.shared import WithShared
 from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
+from lightning_afd.node_relay import NodeFFNRank
 from lightning_afd.owned import Owned
 from lightning_afd.peers import Peers
 from lightning_afd.placement import ExpertMap, Role, Worker
@@ -140,15 +141,23 @@ class Engine:
 
     def _attention_role(self, layers: Sequence[MoELayer], host: Host, device: torch.device) -> AttentionRank:
         maps, dedup = self.expert_maps(), self.plan.dedup
-        routers = {
-            index: Router(maps[index], self._peers.ffn, device, shared=layers[index].shared is not None, dedup=dedup)
-            for index in self._peers.layers
-        }
+        routers = {}
+        for index in self._peers.layers:
+            nodes, shared = self._peers.nodes_of(index), layers[index].shared is not None
+            routers[index] = Router(maps[index].joined(nodes), len(nodes), device, shared=shared, dedup=dedup)
         return AttentionRank(self.link, host, routers, self._peers, self.expert_counts)
 
     def _experts_role(self, layers: Sequence[MoELayer], host: Host) -> FFNRank:
         shards = {index: self._shard(layers[index]) for index in self._peers.layers}
-        return FFNRank(self.link, shards, self._peers, TailRank(self.link, host, self._peers))
+        tails = TailRank(self.link, host, self._peers)
+        if not self.plan.layout.spreads:
+            return FFNRank(self.link, shards, self._peers, tails)
+        maps, node = self.expert_maps(), self._peers.node
+        routers = {}
+        for index in self._peers.layers:
+            shared = layers[index].shared is not None
+            routers[index] = NodeRouter(maps[index].within(node), len(node), self.device, shared=shared)
+        return NodeFFNRank(self.link, shards, self._peers, tails, routers)
 
     def _shard(self, layer: MoELayer) -> ExpertShard | WithShared:
         again = self.plan.recompute_experts

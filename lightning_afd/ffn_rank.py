@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_afd.asked import Asked, Rows
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.shared import WithShared
 from lightning_afd.peers import Peers
@@ -20,17 +20,15 @@ from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.tail_rank import TailRank
 from lightning_afd.transport.link import Link
-from lightning_afd.transport.wire import Section
 
 
 @dataclass(eq=False)
 class _Gathered:
     """Rows of one (layer, micro-batch) from all A ranks, and what backward needs of them."""
 
-    x: list[Section]
-    w: list[Section]
-    rows: tuple[Tensor, Tensor, Tensor] | None
-    """x_TH, idx_TK, w_TK of all A ranks together; None where nobody sent a row, and once the experts have run."""
+    asked: Asked
+    rows: Rows | None
+    """None where nobody sent any, and once the experts have run."""
     saved: Any = None
     pending: Any = None
     out: list[list[Tensor]] = field(default_factory=list)
@@ -83,49 +81,43 @@ class FFNRank:
         }
 
     def _gather(self, action: Action) -> None:
-        messages = [posted.wait() for posted in self._receives.take(action)]
+        asked, rows = Asked.take(self._receives.take(action))
         self._link.release(action)
-        x, w = ([_section(message[i]) for message in messages] for i in (0, 1))
-        filled = [message for message in messages if message[0].shape[0]]
-        rows = tuple(_cat([message[i] for message in filled]) for i in (0, 2, 1)) if filled else None
-        self.received_rows += sum(section.rows for section in x)
-        self._gathered[action.layer, action.micro_batch] = _Gathered(x, w, rows)  # type: ignore[arg-type]
+        self.received_rows += asked.rows
+        self._gathered[action.layer, action.micro_batch] = _Gathered(asked, rows)
 
     def _experts_forward(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
         if item.rows is not None:
             y_TH, item.saved = self._shards[action.layer].forward(*item.rows, keep=self._training)
             item.rows = None
-            item.out = _split([y_TH], item.x)
+            item.out = item.asked.split([y_TH])
         else:
-            item.out = [[] for _ in item.x]
+            item.out = item.asked.split(None)
 
     def _return_sums(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
-        self._answer(action, item, [[section] for section in item.x])
+        self._answer(action, item)
         if not self._training:
             del self._gathered[action.layer, action.micro_batch]
 
     def _gather_gradient(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
-        posted = zip(self._receives.take(action), item.x, strict=True)
-        messages = [message.wait_for([section])[0] for message, section in posted]
+        item.dY_TH = item.asked.take_gradients(self._receives.take(action))
         self._link.release(action)
-        filled = [message for message in messages if message.shape[0]]
-        item.dY_TH = _cat(filled) if filled else None
 
     def _experts_backward(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
         if item.dY_TH is None:
-            item.out = [[] for _ in item.x]
+            item.out = item.asked.split(None)
             return
         dx_TH, dw_TK, item.pending = self._shards[action.layer].backward(item.saved, item.dY_TH)
         item.saved = item.dY_TH = None
-        item.out = _split([dx_TH, dw_TK], item.x)
+        item.out = item.asked.split([dx_TH, dw_TK])
 
     def _return_gradients(self, action: Action) -> None:
         item = self._gathered[action.layer, action.micro_batch]
-        self._answer(action, item, [[x, w] for x, w in zip(item.x, item.w, strict=True)])
+        self._answer(action, item)
         self._drop_at_end(action, item)
 
     def _weight_gradient(self, action: Action) -> None:
@@ -143,29 +135,8 @@ class FFNRank:
         if not item.ends:
             del self._gathered[action.layer, action.micro_batch]
 
-    def _answer(self, action: Action, item: _Gathered, sections: list[list[Section]]) -> None:
+    def _answer(self, action: Action, item: _Gathered) -> None:
         segment = action.layer + (action.phase == "f")
-        for peer, wanted, tensors in zip(self._peers.attention_ranks(segment), sections, item.out, strict=True):
-            if peer == self._link.rank and tensors and wanted[0].rows:
-                self._link.hand_over(action, tensors)
-                continue
-            message, views = self._link.allocate(action, wanted)
-            for view, tensor in zip(views, tensors, strict=False):
-                if view.numel():  # an A rank without rows doesn't say how wide they would be
-                    view.copy_(tensor)
-            self._link.send(action, peer, message, message.numel() * 5 // 4)  # others may have more rows
+        peers = self._peers.siblings if action.is_exchange else self._peers.attention_ranks(segment)
+        item.asked.answer(self._link, action, peers, item.out)
         item.out = []
-
-
-def _section(tensor: Tensor) -> Section:
-    return Section(tensor.shape[0], tensor.shape[1], tensor.dtype)
-
-
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _split(tensors: list[Tensor], sections: list[Section]) -> list[list[Tensor]]:
-    """Divide rows of all A ranks among them again."""
-    counts = [section.rows for section in sections]
-    return [list(parts) for parts in zip(*(tensor.split(counts) for tensor in tensors), strict=True)]

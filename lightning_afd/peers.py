@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.schedule.actions import Action
@@ -18,11 +19,6 @@ class Peers:
     shape: Shape
     """Shape of any step: only its layers, groups and head are used."""
     rank: int
-
-    @property
-    def ffn(self) -> int:
-        """F ranks per group."""
-        return self.layout.ffn
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -44,12 +40,39 @@ class Peers:
         return tuple(layer for layer in range(self.shape.layers) if owner(layer) == worker)
 
     def expert_ranks(self, layer: int) -> Sequence[int]:
-        """F ranks of a layer."""
-        return self.layout.ranks_of(self.shape.experts(layer))
+        """F ranks of a layer to which an A rank sends its tokens: all of them, or one per node.
+
+        Those of a node take turns, replica after replica.
+        """
+        ranks, replica = self.layout.ranks_of(self.shape.experts(layer)), self.layout.index_of(self.rank)
+        return [ranks[node[replica % len(node)]] for node in self.nodes_of(layer)]
+
+    def nodes_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """Places of the F ranks of a layer in their group, by node."""
+        return self.layout.nodes[self.shape.experts(layer)]
 
     def attention_ranks(self, segment: int) -> Sequence[int]:
-        """A ranks of a segment, by replica."""
-        return self.layout.ranks_of(self.shape.attention(segment))
+        """A ranks of a segment that send tokens to this F rank, by replica."""
+        return self.layout.ranks_of(self.shape.attention(segment))[self.node.index(self._place) :: len(self.node)]
+
+    @cached_property
+    def node(self) -> tuple[int, ...]:
+        """Places in their group of the F ranks on the node of this one, itself included."""
+        return next(node for node in self.layout.nodes[self._ffn_worker] if self._place in node)
+
+    @cached_property
+    def siblings(self) -> tuple[int, ...]:
+        """These ranks."""
+        ranks = self.layout.ranks_of(self._ffn_worker)
+        return tuple(ranks[place] for place in self.node)
+
+    @cached_property
+    def _place(self) -> int:
+        return self.layout.ranks_of(self._ffn_worker).index(self.rank)
+
+    @property
+    def _ffn_worker(self) -> Worker:
+        return self.layout.workers_of(self.rank)[-1]
 
     def receives(self, action: Action) -> bool:
         """Whether a transfer comes to the only worker of this rank."""
@@ -79,8 +102,12 @@ class Peers:
         """The ranks whose messages this rank takes in a transfer to its worker, in the order in which they are handled;
         none where others of it have tails.
         """
-        if action.op in "DC":
-            return tuple(self.layout.ranks_of(self.shape.endpoints(action)[0]))
+        if action.is_exchange:
+            return self.siblings
+        if action.op == "D":
+            return tuple(self.attention_ranks(action.layer + (action.phase == "b")))
+        if action.op == "C":
+            return tuple(self.expert_ranks(action.layer))
         return tuple(self.counterparts(action, replica)[0] for replica in self._replicas)
 
     def _rank_of(self, worker: Worker, replica: int) -> int:

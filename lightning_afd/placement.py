@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal
 
 from lightning_afd.errors import PlanError
@@ -118,6 +119,9 @@ class Layout(Grouped):
     """Whether the A group and the F group are the same ranks."""
     neighbours: Neighbours = "roles"
     """Which ranks have consecutive numbers."""
+    node_ranks: int = field(default=1, compare=False)
+    """Consecutive ranks on one node, inside of which F ranks spread the one copy of a token that comes; 1: each gets
+    its own. It says nothing about who owns what, so that layouts with and without it are equal."""
 
     @classmethod
     def together(cls, ranks: int) -> Layout:
@@ -130,7 +134,7 @@ class Layout(Grouped):
         if self.neighbours not in NEIGHBOURS:
             raise PlanError(f"neighbours={self.neighbours!r}: choose one of {', '.join(NEIGHBOURS)}")
         object.__setattr__(self, "groups", as_groups(self.groups))
-        for name in ("attention", "ffn"):
+        for name in ("attention", "ffn", "node_ranks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.collocated:
@@ -143,7 +147,7 @@ class Layout(Grouped):
                 f"a collocated layout with attention={self.attention} and ffn={self.ffn}: its ranks have both roles, "
                 "so use the same number"
             )
-        for name, only in (("groups", 1), ("head", "attention"), ("neighbours", "roles")):
+        for name, only in (("groups", 1), ("head", "attention"), ("neighbours", "roles"), ("node_ranks", 1)):
             if getattr(self, name) != only:
                 raise PlanError(
                     f"a collocated layout cannot have {name}={getattr(self, name)!r}, as each of its ranks holds all "
@@ -178,6 +182,21 @@ class Layout(Grouped):
                 found[a if is_attention else f].append(before + place)
             before += both
         return {worker: tuple(ranks) for worker, ranks in found.items()}
+
+    @cached_property
+    def nodes(self) -> dict[Worker, tuple[tuple[int, ...], ...]]:
+        """Places of ranks inside their group, by group and node."""
+        return {worker: tuple(self._nodes(worker)) for worker in self.workers()}
+
+    def _nodes(self, worker: Worker) -> Iterator[tuple[int, ...]]:
+        ranks = self.ranks_of(worker)
+        for _, places in groupby(range(len(ranks)), key=lambda place: ranks[place] // self.node_ranks):
+            yield tuple(places)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether any F rank shares its node with others of its group, to which it sends on what comes."""
+        return any(len(node) > 1 for worker, nodes in self.nodes.items() if worker.role == "F" for node in nodes)
 
     def workers_of(self, rank: int) -> tuple[Worker, ...]:
         """The groups that a global rank belongs to: one, or both of a collocated layout."""
@@ -259,6 +278,15 @@ class ExpertMap:
     def rank_to_experts(self, rank: int) -> tuple[int, ...]:
         """Global expert ids of one F rank, ascending; their position is the local id."""
         return tuple(expert for expert, owner in enumerate(self.expert_to_rank) if owner == rank)
+
+    def joined(self, nodes: Sequence[Sequence[int]]) -> ExpertMap:
+        """The same with nodes, each several ranks, as owners, by their position."""
+        node_of = {rank: position for position, node in enumerate(nodes) for rank in node}
+        return ExpertMap(tuple(node_of[owner] for owner in self.expert_to_rank), self.version)
+
+    def within(self, node: Sequence[int]) -> ExpertMap:
+        """The experts of some ranks alone, numbered by their local ids in `joined`; owners are positions in `node`."""
+        return ExpertMap(tuple(node.index(owner) for owner in self.expert_to_rank if owner in node), self.version)
 
     def local_ids(self) -> tuple[int, ...]:
         """For each global expert its position among the experts of its owner."""

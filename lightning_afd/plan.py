@@ -56,6 +56,7 @@ class Plan:
             router_logits=self.router_logits,
             head=self.layout.head,
             split_attention=self.split_attention,
+            spreads=self.layout.spreads,
         )
 
     def expert_maps(self) -> list[ExpertMap]:

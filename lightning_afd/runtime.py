@@ -12,7 +12,8 @@ from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.timeline import Reduce, Span
 
-Handlers = Mapping[tuple[str, str], Callable[[Action], None]]
+Handler = Callable[[Action], None]
+Handlers = Mapping[tuple[str, str], Handler]
 
 
 class Runtime:

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_afd.model.router_output import RouterOutput
 from lightning_afd.model.routing import Route, empty_route
 from lightning_afd.schedule.actions import Action, Phase
-from lightning_afd.transport.link import Link
-from lightning_afd.transport.wire import Section, code_of, dtype_of
+from lightning_afd.transport.link import Link, Posted
+from lightning_afd.transport.wire import Section, code_of, dtype_of, message_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,17 @@ class Sent:
         """x, w and local expert ids of `count` rows."""
         return (self.rows(count), self.weights(count), Section(count, self.columns, torch.int32))
 
+    def sums_in(self, answers: Sequence[Posted]) -> list[Tensor]:
+        """What F ranks return in forward, rank by rank."""
+        return [answer.wait_for(self.answer("f", n))[0] for answer, n in zip(answers, self.route.counts, strict=True)]
+
+    def gradients_in(self, answers: Sequence[Posted]) -> tuple[Tensor, Tensor]:
+        """The gradients of x and w of each token out of what F ranks return in backward."""
+        counted = zip(answers, self.route.counts, strict=True)
+        parts = [answer.wait_for(self.answer("b", count)) for answer, count in counted]
+        dx_TH = self.route.sum_copies([dx for dx, _ in parts], self.x_dtype)
+        return dx_TH, self.route.sum_weights([dw for _, dw in parts], self.top_k, self.w_dtype)
+
     @property
     def most(self) -> int:
         """All copies that there can be for one F rank."""
@@ -63,6 +74,30 @@ def sent_by(route: Route, x_TH: Tensor, w_TK: Tensor) -> Sent:
 def nothing_sent(ranks: int, device: torch.device) -> Sent:
     """The handle of a rank without rows."""
     return Sent(empty_route(ranks, device), 0, 0, torch.float32, torch.float32)
+
+
+def send_copies(link: Link, action: Action, peers: Sequence[int], sent: Sent, rows: tuple[Tensor, Tensor]) -> None:
+    """Send each F rank the copies of its tokens; `rows` are x [T, H] and w [T, K] of all."""
+    x_TH, w_TK = rows
+    route, most = sent.route, message_bytes(sent.sections(sent.most))
+    w_rows, weight_C = route.weights(w_TK)
+    parts = zip(*map(route.split, (route.token_C, weight_C, route.idx_CK)), strict=True)
+    for peer, (token_c, weight_c, idx_ck) in zip(peers, parts, strict=True):
+        message, (x_cH, w_ck, ids_ck) = link.allocate(action, sent.sections(token_c.shape[0]))
+        torch.index_select(x_TH, 0, token_c, out=x_cH)
+        torch.index_select(w_rows, 0, weight_c, out=w_ck)
+        ids_ck.copy_(idx_ck[:, : sent.columns])
+        link.send(action, peer, message, most)
+
+
+def send_gradients(link: Link, action: Action, peers: Sequence[int], sent: Sent, dY_TH: Tensor | None) -> None:
+    """Send each F rank the gradients of what it has returned; None where no token was sent."""
+    most = message_bytes([sent.rows(sent.most)])
+    for peer, token_c in zip(peers, sent.route.split(sent.route.token_C), strict=True):
+        message, (dY_cH,) = link.allocate(action, [sent.rows(token_c.shape[0])])
+        if dY_TH is not None:
+            torch.index_select(dY_TH, 0, token_c, out=dY_cH)
+        link.send(action, peer, message, most)
 
 
 def pack_route(link: Link, action: Action, sent: Sent, base_TH: Tensor | None) -> Tensor:

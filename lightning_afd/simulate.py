@@ -75,9 +75,9 @@ class Load:
     seconds: Callable[[Action], float]
     """Seconds of a compute action (A, E, T)."""
     bytes: Callable[[Action], float]
-    """Bytes of a transfer (D, C, H, L), all ranks of the sender together."""
+    """Bytes of a transfer, all ranks of the sender together."""
     links: Mapping[Op, Link]
-    """What D, C, H and L travel over."""
+    """What transfers travel over; X and Y where they exist."""
     imbalance: float = 1
     """How much more than its share the busiest F rank has: experts and what an F worker sends and receives take so
     many times as long, since everyone waits for that rank."""
@@ -156,7 +156,7 @@ class Simulation:
 
     def early(self, worker: Worker) -> int:
         """The most messages that have arrived at a worker and are not asked for yet."""
-        rank = _rank(self.timeline.layout, worker)
+        rank = self.timeline.layout.ranks_of(worker)[0]
         asked = {span.action: span.start for span in self.timeline.spans if span.rank == rank}
         changes: list[tuple[float, int]] = []
         for carried in self.transfers:
@@ -175,12 +175,12 @@ def simulate(schedule: Schedule, load: Load) -> Simulation:
     run.to_the_end()
     layout = Layout(attention=1, ffn=1, groups=schedule.shape.groups, head=schedule.shape.head)
     spans = (
-        Span(action, _rank(layout, worker), start, end)
+        Span(action, layout.ranks_of(worker)[0], start, end)
         for worker in layout.workers()
         for action, start, end in run.done[worker]
     )
     reduces = run.reduces()
-    chunks = (Reduce(chunk, _rank(layout, r.worker), r.start, r.end) for chunk, r in enumerate(reduces))
+    chunks = (Reduce(chunk, layout.ranks_of(r.worker)[0], r.start, r.end) for chunk, r in enumerate(reduces))
     return Simulation(
         schedule=schedule,
         timeline=Timeline(layout, tuple(spans), tuple(chunks)),
@@ -189,10 +189,6 @@ def simulate(schedule: Schedule, load: Load) -> Simulation:
         busy={lane: track.busy for lane, track in run.tracks.items()},
         events=run.events,
     )
-
-
-def _rank(layout: Layout, worker: Worker) -> int:
-    return layout.ranks_of(worker)[0]
 
 
 @dataclass(frozen=True)
@@ -254,6 +250,10 @@ class _Run:
                 return self._compute(worker, action, now)
             elif worker == shape.endpoints(action)[0]:
                 self._send(worker, action, now)
+                if action.is_exchange:
+                    self._waiting[action] = worker, now
+                    return None
+                self.done[worker].append((action, now, now))
             elif action not in self._arrived:
                 self._waiting[action] = worker, now
                 return None
@@ -293,7 +293,6 @@ class _Run:
 
     def _send(self, worker: Worker, action: Action, now: float) -> None:
         """Put a message behind those that the worker sends over the same class of links."""
-        self.done[worker].append((action, now, now))
         self._asked[action] = now
         start, _ = self._track(worker, action.op, "send").occupy(now, self._seconds(worker, action))
         self._push(start, action)

@@ -96,6 +96,10 @@ class Timeline:
         """Whether the span is a receive."""
         return is_receive(span.action, self.worker(span).role, self._segments[span.rank])
 
+    def sends(self, span: Span) -> bool:
+        """Whether the span begins to send a message, as an exchange does, too."""
+        return span.action.is_exchange or (span.action.is_transfer and not self.waits(span))
+
     def worker(self, span: Span) -> Worker:
         """As which of its workers a rank has executed a span."""
         return span.worker or self._only[span.rank]
@@ -139,9 +143,9 @@ def segments_of(spans: Iterable[Span]) -> frozenset[int]:
 
 
 def is_receive(action: Action, role: Role, segments: frozenset[int]) -> bool:
-    """Whether a rank with these segments waits in an action: A for combines, F for dispatches, and both for hops and
-    router logits, which come back to the rank of their segment and go forward to another one.
+    """Whether a rank with these segments waits in an action: A for combines, F for dispatches and in exchanges, both
+    for hops and router logits, which come back to the rank of their segment and go forward to another one.
     """
     if action.op in "HL":
         return (action.phase == "b") == (action.layer in segments)
-    return action.op == ("C" if role == "A" else "D")
+    return action.op in ("C" if role == "A" else "DXY")

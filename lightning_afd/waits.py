@@ -2,8 +2,9 @@
 
 A rank waits in a receive. Until the last of its senders has begun to send, it waits for them: for A ranks (wait_for_A)
 or for F ranks (wait_for_F), who are still computing or waiting themselves. From then on it waits for the network
-(wait_for_net): packing, queues of the NIC and the way itself. What is left of a step, when a rank neither works nor
-waits for a message, is its bubble: before its first action, behind its last one, and between two of them.
+(wait_for_net): packing, queues of the NIC and the way itself; in an exchange, its own packing, too. What is left of a
+step, when a rank neither works nor waits for a message, is its bubble: before its first action, behind its last one,
+and between two of them.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ def stage_of(action: Action, shape: Shape) -> str:
     """The stage that computes an action, or that needs what a transfer brings."""
     if not action.is_transfer:
         return f"{action.op}{action.layer}"
-    if action.op == "D":
+    if action.op in "DX":
         return f"E{action.layer}"
     if action.phase == "b":
         return f"A{action.layer}"

@@ -146,7 +146,8 @@ class AFDConfig(TrainingConfig):
     def can_collocate(self) -> bool:
         """Whether no option is chosen that only separate ranks have."""
         chosen = self.groups not in ("auto", 1), self.head != "attention", self.shared_experts != "attention"
-        return not any(chosen) and self.neighbours != "groups" and self.optimizer_sharding == "none"
+        also = self.dedup == "node", self.neighbours == "groups", self.optimizer_sharding != "none"
+        return not any(chosen + also)
 
     def allows(self, layout: Layout) -> bool:
         """Whether a run of micro-batches may be as short as the options say."""
@@ -214,6 +215,11 @@ class EPConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dedup == "node":
+            raise MisconfigurationException(
+                "dedup='node' on ranks that all have attention and experts: only the FFN ranks of strategy afd spread "
+                "tokens inside their nodes, so use dedup=True here"
+            )
         check_choice("order", self.order, TOGETHER_ORDERS)
 
     def arrange(self, world: int) -> Arrangement:

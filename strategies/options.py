@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from lightning_afd.model.recompute import CHOICES, Recompute
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout, Sharding
 from lightning_afd.strategies.nics import NicsOfRoles, checked_nics
+
+Dedup = bool | Literal["node"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,9 @@ class TrainingConfig:
     layers."""
     recompute_experts: bool = False
     """Whether only the inputs of experts are kept for backward."""
-    dedup: bool = True
-    """Whether a token travels once to each rank that has experts for it, or once per expert, as in an all-to-all."""
+    dedup: Dedup = True
+    """Whether a token travels once to each rank that has experts for it, or once per expert (False), as in an
+    all-to-all; "node": once to each node that has some, inside of which FFN ranks spread it."""
     expert_bias_rate: float = 0.0
     """By how much the bias of each expert moves after an optimizer step, against its load; 0 leaves it alone.
 
@@ -83,6 +86,7 @@ class TrainingConfig:
     """How long a rank waits for a message before it gives up."""
 
     def __post_init__(self) -> None:
+        check_choice("dedup", str(self.dedup), ("True", "node", "False"))
         check_choice("recompute", self.recompute, self.recompute_choices)
         check_choice("on_nonfinite", self.on_nonfinite, ("error", "skip"))
         if self.micro_batches != "auto" and self.micro_batches < 1:
@@ -97,6 +101,10 @@ class TrainingConfig:
                 f"reduce_chunk_bytes={self.reduce_chunk_bytes}: choose 'auto', None or a number of bytes from 1 on"
             )
 
+    def on_nodes(self, layout: Layout, ranks: int) -> Layout:
+        """A layout on nodes of so many ranks: they matter where a token travels to each of them once."""
+        return replace(layout, node_ranks=ranks) if self.dedup == "node" and not layout.collocated else layout
+
     @property
     def sharding(self) -> Sharding:
         """How data replicas divide their optimizer state."""
@@ -105,9 +113,8 @@ class TrainingConfig:
     def choices(self, arrangement: Arrangement) -> dict[str, Any]:
         """The fields of a Plan that follow from the options, whatever the layout."""
         decided = ("order", "micro_batches", "recompute", "recompute_experts")
-        given = ("dedup", "router_z_loss", "expert_bias_rate")
-        own = {name: getattr(self, name) for name in given}
-        return own | {name: getattr(arrangement, name) for name in decided}
+        own = {name: getattr(self, name) for name in ("router_z_loss", "expert_bias_rate")}
+        return own | {"dedup": bool(self.dedup)} | {name: getattr(arrangement, name) for name in decided}
 
     @property
     def recompute_choices(self) -> tuple[str, ...]:

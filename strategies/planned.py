@@ -8,6 +8,7 @@ the decision.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -57,7 +58,8 @@ class PlannedStrategy(StoppingStrategy):
 
     def arrange(self, arrangement: Arrangement) -> None:
         """Decide how this job is trained, on all ranks alike and before they make their process groups."""
-        self.arrangement, self.layout = arrangement, arrangement.layout
+        self.layout = self.config.on_nodes(arrangement.layout, self.num_processes)
+        self.arrangement = replace(arrangement, layout=self.layout)
 
     @property
     def _is_open(self) -> bool:

@@ -30,7 +30,7 @@ def spans(text: str, rank: int = 0) -> list[Span]:
 def simulated(shape: Shape, order: str = "af-pipe", nbytes: float = 1e6) -> Timeline:
     """A step on links of 1 GB/s, in whole nanoseconds, with a reduce behind the last action of rank 0."""
     link = Link(attention=1e9, ffn=1e9, latency=1e-4)
-    load = Load(seconds=by_kind(shape, SECONDS), bytes=lambda action: nbytes, links=dict.fromkeys("DCHL", link))
+    load = Load(seconds=by_kind(shape, SECONDS), bytes=lambda action: nbytes, links=dict.fromkeys("DCXYHL", link))
     timeline = simulate(build(order, shape), load).timeline
     exact = (replace(span, start=_round(span.start), end=_round(span.end)) for span in timeline.spans)
     end = _round(timeline.end)

@@ -101,7 +101,9 @@ def sizes_of_models(draw: st.DrawFn, ffn: int) -> dict[str, Any]:
 
 
 GROUPS = st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3))
-APART = st.builds(Layout, attention=st.integers(1, 3), ffn=st.integers(1, 3), groups=GROUPS)
+APART = st.builds(
+    Layout, attention=st.integers(1, 3), ffn=st.integers(1, 3), groups=GROUPS, node_ranks=st.integers(1, 4)
+)
 LAYOUTS = APART.filter(lambda layout: layout.world <= 12) | st.builds(Layout.together, st.integers(1, 3))
 
 

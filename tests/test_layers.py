@@ -38,7 +38,8 @@ PURE = (
 TORCH = (
     *("model", "transport", "expert_load", "flattened", "batch", "documents", "segments", "sent", "gradients"),
     *("reduction", "optimizer", "plan"),
-    *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank", "ffn_rank"),
+    *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank"),
+    *("asked", "ffn_rank", "node_relay"),
     *("owned", "engine", "rehearsal", "checkpoint", "measure", "calibrate"),
 )
 LIGHTNING = (

@@ -20,12 +20,12 @@ from lightning_afd.simulate import Link, Load, Simulation, by_kind, collocated, 
 
 A0, F0, A1, F1 = Worker("A", 0), Worker("F", 0), Worker("A", 1), Worker("F", 1)
 SECONDS = {"Af": 10, "Ab": 20, "Aw": 9, "Ef": 5, "Eb": 6, "Ew": 7, "Tf": 1, "Tb": 2, "Tw": 3}
-BYTES = {"Df": 8, "Db": 6, "Cf": 4, "Cb": 12, "Hf": 2, "Hb": 2, "Lf": 1, "Lb": 1}
+BYTES = {"Df": 8, "Db": 6, "Cf": 4, "Cb": 12, "Hf": 2, "Hb": 2, "Lf": 1, "Lb": 1, "Xf": 2, "Xb": 1, "Yf": 1, "Yb": 2}
 LINK = Link(attention=2, ffn=1, latency=3)
 
 
 def load(shape: Shape, bytes_: Mapping[str, float] = BYTES) -> Load:
-    return Load(seconds=by_kind(shape, SECONDS), bytes=by_kind(shape, bytes_), links=dict.fromkeys("DCHL", LINK))
+    return Load(seconds=by_kind(shape, SECONDS), bytes=by_kind(shape, bytes_), links=dict.fromkeys("DCXYHL", LINK))
 
 
 def spans(simulation: Simulation, rank: int) -> str:
@@ -44,6 +44,17 @@ def test_one_micro_batch_by_hand() -> None:
     assert simulation.busy[A0, None, "compute"] == 33 == simulation.bound
     assert simulation.busy[A0, LINK, "send"] == 7  # 14 bytes
     assert simulation.busy[F0, LINK, "receive"] == 14
+
+
+def test_ranks_of_a_node_wait_for_one_another_by_hand() -> None:
+    """Around E a rank sends 2 and 1 bytes to the others, at 1 byte/s + 3, and waits for theirs; A waits the longer."""
+    shape = Shape(layers=1, micro_batches=1, spreads=True)
+    simulation = simulate(build("sequential", shape), load(shape))
+    assert spans(simulation, 0) == "A0f0 0-10 C0f0 10-42 A1f0 42-43 A1b0 43-45 C0b0 45-84 A0b0 84-104"
+    assert spans(simulation, 1) == (
+        "D0f0 0-21 X0f0 21-26 E0f0 26-31 Y0f0 31-35 D0b0 35-54 X0b0 54-58 E0b0 58-64 Y0b0 64-69 E0w0 69-76"
+    )
+    assert simulation.busy[F0, LINK, "receive"] == 14 + 6 and simulation.busy[F0, LINK, "send"] == 16 + 6
 
 
 def test_base_hops_share_the_lanes_of_dispatches() -> None:
@@ -171,6 +182,7 @@ SHAPES = st.builds(
     router_logits=st.booleans(),
     head=st.sampled_from(HEADS),
     split_attention=st.booleans(),
+    spreads=st.booleans(),
 )
 
 
@@ -182,7 +194,8 @@ def test_any_schedule_is_executed_as_it_stands(order: str, shape: Shape) -> None
     simulation = simulate(schedule, load(shape))
     _check_programs(schedule, simulation)
     assert simulation.seconds >= simulation.bound
-    assert simulation.events <= sum(map(len, schedule.programs.values())) + len(schedule.programs)
+    exchanges = sum(action.is_exchange for program in schedule.programs.values() for action in program)
+    assert simulation.events <= sum(map(len, schedule.programs.values())) + exchanges + len(schedule.programs)
 
 
 def _check_programs(schedule: Schedule, simulation: Simulation) -> None:

@@ -81,7 +81,7 @@ class Choices:
     shard_optimizer: bool = False
     """The A ranks of a group share out their optimizer state (ZeRO stage 1)."""
     dedup: Literal["rank", "node", "none"] = "rank"
-    """A token travels once per F rank that it visits (what the engine does), once per node, or once per expert."""
+    """A token travels once per F rank that it visits, once per node, or once per expert."""
     imbalance: float = 1.0
     """Rows of the busiest F rank over those of an even routing."""
     attention_nics: float = 1.0

@@ -7,7 +7,7 @@ dedup there is one copy per expert, as in a plain all-to-all: C = T * K copies (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,14 +83,18 @@ class Router:
         owner_TK = self._owner_E[idx_TK]
         if not self._dedup:
             return self._route_slots(idx_TK, owner_TK)
-        hit_NT = torch.zeros(self._ranks, tokens, dtype=torch.bool, device=idx_TK.device)
-        hit_NT[owner_TK, torch.arange(tokens, device=idx_TK.device)[:, None]] = True
+        hit_NT = self._hits(owner_TK)
         rank_C, token_C = hit_NT.nonzero(as_tuple=True)
         own_CK = owner_TK[token_C] == rank_C[:, None]
         idx_CK = torch.where(own_CK, self._local_E[idx_TK[token_C]], -1)
         if self._shared:
             idx_CK = torch.cat([idx_CK, _turns(hit_NT)[rank_C, token_C, None]], 1)
         return Route(tokens, token_C, idx_CK, tuple(hit_NT.sum(1).tolist()))
+
+    def _hits(self, owner_TK: Tensor) -> Tensor:
+        """Which F ranks each token visits [N, T]."""
+        hit_NT = torch.zeros(self._ranks, len(owner_TK), dtype=torch.bool, device=owner_TK.device)
+        return hit_NT.scatter_(0, owner_TK.t(), True)
 
     def _route_slots(self, idx_TK: Tensor, owner_TK: Tensor) -> Route:
         """One copy per (token, slot)."""
@@ -99,6 +103,28 @@ class Router:
         idx_C1 = self._local_E[idx_TK.flatten()[pair_C], None]
         counts = torch.bincount(owner_TK.flatten(), minlength=self._ranks)
         return Route(tokens, pair_C // top_k, idx_C1, tuple(counts.tolist()), pair_C)
+
+
+class NodeRouter(Router):
+    """Routes on to the F ranks of a node what has come to one: ids are local ones of the node, -1 goes nowhere."""
+
+    def __init__(self, expert_map: ExpertMap, ranks: int, device: torch.device, *, shared: bool = False) -> None:
+        super().__init__(expert_map, ranks, device, shared=shared)
+        # behind the last expert, where -1 points to, is one of a rank that does not exist
+        self._owner_E = torch.cat([self._owner_E, self._owner_E.new_tensor([ranks])])
+        self._local_E = torch.cat([self._local_E, self._local_E.new_tensor([-1])])
+
+    def route(self, idx_TK: Tensor) -> Route:
+        """Route the rows of a dispatch by its ids; with shared experts for those alone whose last slot says so."""
+        if not self._shared:
+            return super().route(idx_TK)
+        route = super().route(idx_TK[:, :-1])
+        turn_C1 = torch.minimum(route.idx_CK[:, -1:], idx_TK[route.token_C, -1:])
+        return replace(route, idx_CK=torch.cat([route.idx_CK[:, :-1], turn_C1], 1))
+
+    def _hits(self, owner_TK: Tensor) -> Tensor:
+        hit_NT = torch.zeros(self._ranks + 1, len(owner_TK), dtype=torch.bool, device=owner_TK.device)
+        return hit_NT.scatter_(0, owner_TK.t(), True)[:-1]
 
 
 def _turns(hit_NT: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _event(name: str, part: Span | Reduce, lane: Lane) -> Event:
 def _arrows(recording: Recording) -> Iterator[Event]:
     """Start and end of an arrow per message; the end is no earlier than the start, even where clocks disagree."""
     timeline, number = recording.timeline, 0
-    sends = {(s.rank, s.action): s for s in timeline.spans if s.action.is_transfer and not timeline.waits(s)}
+    sends = {(s.rank, s.action): s for s in timeline.spans if timeline.sends(s)}
     for rank, spans in timeline.by_rank.items():
         peers = Peers(timeline.layout, recording.shape, rank)
         for span in (span for span in spans if span.action.is_transfer and timeline.waits(span)):
@@ -76,7 +76,8 @@ def _arrows(recording: Recording) -> Iterator[Event]:
                 number += 1
                 arrow = {"cat": "message", "name": str(span.action), "id": number}
                 arrives = max(send.start, span.end)
-                yield {"ph": "s", **arrow, "pid": send.rank, "tid": LANES.index("send"), "ts": send.start * 1e6}
+                lane = LANES.index(timeline.lane(send))
+                yield {"ph": "s", **arrow, "pid": send.rank, "tid": lane, "ts": send.start * 1e6}
                 yield {
                     "ph": "f",
                     "bp": "e",

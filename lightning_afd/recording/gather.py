@@ -115,8 +115,7 @@ def _bounds(raw: Timeline, shape: Shape, host_of: Sequence[int]) -> list[list[fl
     """The most that offset a may exceed offset b, for each pair of hosts: directly, or over others."""
     count = max(host_of) + 1
     most = [[0.0 if a == b else inf for b in range(count)] for a in range(count)]
-    sends = (span for span in raw.spans if span.action.is_transfer and not raw.waits(span))
-    began = {(span.rank, span.action): span.start for span in sends}
+    began = {(span.rank, span.action): span.start for span in raw.spans if raw.sends(span)}
     for rank, spans in raw.by_rank.items():
         peers, receiver = Peers(raw.layout, shape, rank), host_of[rank]
         for span in (span for span in spans if span.action.is_transfer and raw.waits(span)):

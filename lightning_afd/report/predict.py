@@ -15,7 +15,7 @@ from lightning_afd.simulate import Link, Load, apart, collocated, simulate
 from lightning_afd.timeline import Reduce, Span, Timeline
 from lightning_afd.waits import Wait
 
-OPS: tuple[Op, ...] = ("D", "C", "H", "L")
+OPS: tuple[Op, ...] = ("D", "C", "X", "Y", "H", "L")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,10 @@ def waits(run: Run) -> str:
 
 WAIT_SPANS = (("", 2), *((cause, 3) for cause in CAUSES), ("", 1))
 WAIT_HEAD = ("receives", *("P50", "P95", "P99") * len(CAUSES), "waited in all")
-MESSAGES = {"D": "dispatch", "C": "combine", "H": "hop", "L": "router logits"}
+MESSAGES = {
+    **{"D": "dispatch", "C": "combine", "H": "hop", "L": "router logits"},
+    **{"X": "spread inside nodes", "Y": "gather inside nodes"},
+}
 WAYS = {"f": "forward", "b": "backward"}
 STAGES = {"A": "attention segment", "E": "experts of layer", "T": "head"}
 

@@ -6,6 +6,8 @@
 | E | routed experts of a layer | f forward, b input gradient, w weight gradient |
 | D | dispatch, A to F | f: x, idx, w; b: dY |
 | C | combine, F to A | f: y; b: dx, dw |
+| X | spread inside a node: an F rank sends what came to it on to those of its group there | f: x, idx, w; b: dY |
+| Y | gather inside a node: their sums come back to it | f: y; b: dx, dw |
 | T | the tail (norm, head, loss) where F ranks run it, as segment `layers` | f, b |
 | H | hop of the base (residual stream + shared experts) between A groups, or of hidden states to a tail on F | f, b |
 | L | router logits of other workers to and from the tail | f, b |
@@ -20,7 +22,7 @@ from typing import Literal, cast
 
 from lightning_afd.placement import Worker
 
-Op = Literal["A", "E", "T", "D", "C", "H", "L", "S"]
+Op = Literal["A", "E", "T", "D", "C", "X", "Y", "H", "L", "S"]
 Phase = Literal["f", "b", "w"]
 _PHASES = {"A": "fbw", "E": "fbw", "S": "b"}
 
@@ -45,17 +47,22 @@ class Action:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether this action moves data between two workers, and so stands in the programs of both."""
-        return self.op in "DCHL"
+        """Whether it moves data between ranks of two workers, in whose programs it stands, or of one (an exchange)."""
+        return self.op in "DCXYHL"
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether ranks of one worker send to one another: each sends, then waits for what the others send in it."""
+        return self.op in "XY"
 
     @classmethod
     def parse(cls, name: str) -> Action:
         """Read `str(action)` back; raises ValueError for anything else."""
-        match = re.fullmatch(r"([AETDCHLS])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
+        match = re.fullmatch(r"([AETDCXYHLS])(0|[1-9]\d*)([fbw])(0|[1-9]\d*)", name, re.ASCII)
         if match is None or match[3] not in _PHASES.get(match[1], "fb"):
             raise ValueError(
-                f"{name!r} is no action: expected an op of A E T D C H L S, a layer, a phase f or b (w only for A and "
-                "E, b alone for S) and a micro-batch, as in A3f0"
+                f"{name!r} is no action: expected an op of A E T D C X Y H L S, a layer, a phase f or b (w only for "
+                "A and E, b alone for S) and a micro-batch, as in A3f0"
             )
         return cls(cast(Op, match[1]), int(match[2]), cast(Phase, match[3]), int(match[4]))
 

@@ -118,7 +118,7 @@ class _Execution:
     def missing(self, worker: Worker) -> Action | None:
         """What the current action of a worker still waits for."""
         action = self.current(worker)
-        receives = action.is_transfer and self._book(worker, action) is self.received
+        receives = action.is_transfer and not action.is_exchange and self._book(worker, action) is self.received
         if receives and action in self.sent:
             return None
         for before in self.schedule.shape.dependencies(action):
@@ -129,7 +129,8 @@ class _Execution:
     def _book(self, worker: Worker, action: Action) -> set[Action]:
         if not action.is_transfer:
             return self.computed
-        return self.sent if worker == self.schedule.shape.endpoints(action)[0] else self.received
+        sends = worker == self.schedule.shape.endpoints(action)[0] and not action.is_exchange
+        return self.sent if sends else self.received
 
 
 def check_together(together: Together) -> None:
@@ -154,7 +155,7 @@ def check_channels(schedule: Schedule) -> None:
     receives: Mapping[Channel, list[tuple[Action, int]]] = defaultdict(list)
     for worker, program in schedule.programs.items():
         for position, action in enumerate(program):
-            if action.is_transfer:
+            if action.is_transfer and not action.is_exchange:
                 channel = channel_of(schedule.shape, action)
                 if worker == channel[2]:
                     sends[channel].append(action)

@@ -16,7 +16,7 @@ from lightning_afd.errors import PlanError
 from lightning_afd.placement import Grouped, Worker
 from lightning_afd.schedule.actions import Action, Phase
 from lightning_afd.schedule.fill import Pace, fill
-from lightning_afd.schedule.passes import place_transfers
+from lightning_afd.schedule.passes import place_transfers, spread_in_nodes
 from lightning_afd.schedule.shape import Schedule, Shape
 
 
@@ -186,11 +186,13 @@ def build(order: str, shape: Shape, knobs: Knobs = DEFAULTS) -> Schedule:
     """The complete schedule of an order, transfers placed; raises PlanError for an unknown name."""
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is not known: choose one of {', '.join(ORDERS)}")
+    between = replace(shape, spreads=False)
     programs: dict[Worker, list[Action]] = {worker: [] for worker in shape.workers()}
-    for action in ORDERS[order](shape, knobs):
+    for action in ORDERS[order](between, knobs):
         programs[shape.owner(action)].append(action)
     computation = {worker: tuple(program) for worker, program in programs.items()}
-    return place_transfers(Schedule(shape, order, computation))
+    schedule = place_transfers(Schedule(between, order, computation))
+    return spread_in_nodes(schedule) if shape.spreads else schedule
 
 
 def largest_group(order: str, shape: Shape, fits: Callable[[Schedule], bool], knobs: Knobs = DEFAULTS) -> int:

@@ -48,6 +48,27 @@ def place_transfers(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=programs)
 
 
+def spread_in_nodes(schedule: Schedule) -> Schedule:
+    """Let F workers spread the rows of a dispatch inside their nodes (X) as soon as it has come, and gather the sums
+    there (Y) before they are sent back.
+
+    In an exchange each rank sends before it waits for the others, which run the same program. So where a worker as a
+    whole can go on, each of its ranks can: programs with exchanges are as free of deadlock as without.
+    """
+    programs = dict(schedule.programs)
+    for worker, program in schedule.programs.items():
+        if worker.role == "F":
+            programs[worker] = tuple(step for action in program for step in _with_exchange(action))
+    return replace(schedule, shape=replace(schedule.shape, spreads=True), programs=programs)
+
+
+def _with_exchange(action: Action) -> tuple[Action, ...]:
+    """An action of an F worker, and the exchange behind or before it."""
+    if action.op == "D":
+        return action, replace(action, op="X")
+    return (replace(action, op="Y"), action) if action.op == "C" else (action,)
+
+
 def _sends_by_producer(shape: Shape) -> dict[Action, list[Action]]:
     """For each compute action the transfers that carry its result away, the one that others wait for most first."""
     sends: dict[Action, list[Action]] = defaultdict(list)

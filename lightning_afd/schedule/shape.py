@@ -34,6 +34,8 @@ class Shape(Grouped):
     """Role of the worker that runs the tail."""
     split_attention: bool = False
     """Whether the weight gradients of attention segments are actions of their own (A..w)."""
+    spreads: bool = False
+    """Whether F ranks spread and gather rows inside their nodes (X and Y exist)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", as_groups(self.groups))
@@ -70,7 +72,7 @@ class Shape(Grouped):
         return self.experts(action.layer) if action.op == "E" else self.attention(action.layer)
 
     def endpoints(self, action: Action) -> tuple[Worker, Worker]:
-        """Sender and receiver of a D, C, H or L action."""
+        """Sender and receiver of a transfer, the same worker for X and Y."""
         layer, forward = action.layer, action.phase == "f"
         before, experts = self.attention(layer), self.experts(layer)
         after = self.tail if layer == self.layers else self.attention(layer + 1)
@@ -78,6 +80,8 @@ class Shape(Grouped):
             return (before if forward else after), experts
         if action.op == "C":
             return experts, (after if forward else before)
+        if action.is_exchange:
+            return experts, experts
         other = after if action.op == "H" else self.tail
         return (before, other) if forward else (other, before)
 
@@ -129,13 +133,17 @@ class Shape(Grouped):
                 return (Action("H", layer, "f", m), *self._logits(m))
             case "Tb":
                 return (self._tail("f", m),)
+            case "Xf" | "Xb" if self.spreads:
+                return (Action("D", layer, action.phase, m),)
             case "Ef":
-                return (Action("D", layer, "f", m),)
+                return (self._rows(layer, "f", m),)
             case "Eb":
-                return (Action("D", layer, "b", m), Action("E", layer, "f", m))
-            case "Cf":
-                return (Action("E", layer, "f", m),)
-            case "Cb" | "Ew":
+                return (self._rows(layer, "b", m), Action("E", layer, "f", m))
+            case "Yf" | "Yb" if self.spreads:
+                return (Action("E", layer, action.phase, m),)
+            case "Cf" | "Cb":
+                return (Action("Y" if self.spreads else "E", layer, action.phase, m),)
+            case "Ew":
                 return (Action("E", layer, "b", m),)
             case "Aw" if self.splits(layer):
                 return (Action("A", layer, "b", m),)
@@ -144,6 +152,10 @@ class Shape(Grouped):
             case "Sb" if layer <= self.layers:
                 return tuple(self._gradients_from(layer))
         raise ValueError(f"{action} has no meaning: op {action.op!r} has no phase {action.phase!r}")
+
+    def _rows(self, layer: int, phase: Phase, m: int) -> Action:
+        """What brings experts their rows."""
+        return Action("X" if self.spreads else "D", layer, phase, m)
 
     def _before_forward(self, segment: int, m: int) -> tuple[Action, ...]:
         if segment == 0:
@@ -208,8 +220,7 @@ class Shape(Grouped):
             yield Action("H", layer, "f", m)
         if self.sends_logits(layer):
             yield Action("L", layer, "f", m)
-        yield Action("E", layer, "f", m)
-        yield Action("C", layer, "f", m)
+        yield from self._experts_and_back(layer, "f", m)
 
     def _backward(self, layer: int, m: int) -> Iterator[Action]:
         yield Action("D", layer, "b", m)
@@ -217,10 +228,13 @@ class Shape(Grouped):
             yield Action("H", layer, "b", m)
         if self.sends_logits(layer):
             yield Action("L", layer, "b", m)
-        yield Action("E", layer, "b", m)
-        yield Action("C", layer, "b", m)
+        yield from self._experts_and_back(layer, "b", m)
         yield Action("E", layer, "w", m)
         yield from self._segment_backward(layer, m)
+
+    def _experts_and_back(self, layer: int, phase: Phase, m: int) -> Iterator[Action]:
+        ops: tuple[Op, ...] = ("X", "E", "Y", "C") if self.spreads else ("E", "C")
+        yield from (Action(op, layer, phase, m) for op in ops)
 
     def _segment_backward(self, segment: int, m: int) -> Iterator[Action]:
         yield Action("A", segment, "b", m)

@@ -11,11 +11,14 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-Channel = Literal["Df", "Cf", "Db", "Cb", "Hf", "Hb", "Lf", "Lb"]
-"""Direction and use: dispatch and combine, base hops and router logits, each forward and backward."""
+Channel = Literal["Df", "Cf", "Db", "Cb", "Hf", "Hb", "Lf", "Lb", "Xf", "Yf", "Xb", "Yb"]
+"""Direction and use: dispatch and combine, base hops and router logits, spreading and gathering inside a node, each
+forward and backward."""
 CHANNELS: tuple[Channel, ...] = ("Df", "Cf", "Db", "Cb")
 GROUP_CHANNELS: tuple[Channel, ...] = ("Hf", "Hb", "Lf", "Lb")
 """Channels between A groups, where there are several, and to and from tails on F ranks."""
+NODE_CHANNELS: tuple[Channel, ...] = ("Xf", "Yf", "Xb", "Yb")
+"""Channels between F ranks of a node, where one copy of a token comes for all of them."""
 
 
 class Incoming(Protocol):
@@ -44,7 +47,7 @@ class Transport(Protocol):
     def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
         """Finish the sends of one micro-batch, known to have arrived because its reply has, or of all (None).
 
-        Those of op `but` (D or C) stay.
+        Those of the ops in `but` stay.
         """
 
 

@@ -9,14 +9,14 @@ What a rank of a collocated layout sends to itself is handed over as it is: no n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_afd.errors import ProtocolError
-from lightning_afd.schedule.actions import Action
+from lightning_afd.schedule.actions import Action, Op
 from lightning_afd.transport.base import Channel, Incoming, Transport, tag_of
 from lightning_afd.transport.wire import (
     HEADER_BYTES,
@@ -29,6 +29,11 @@ from lightning_afd.transport.wire import (
     read,
     too_small,
 )
+
+_UNTOLD: Mapping[Op, str] = {"D": "DXY", "C": "C", "X": "DCHLX", "Y": "DCHLY"}
+"""Ops whose sends may be on their way when an op has arrived. A dispatch tells nothing about dispatches of a rank with
+both roles, nor a combine about combines, nor what comes from A ranks about what F ranks of a node do. Who sends in an
+exchange has taken all that was sent in those before it, but maybe not in this one."""
 
 
 class Link:
@@ -86,13 +91,12 @@ class Link:
     def release(self, arrived: Action | None = None) -> None:
         """Finish the sends of a micro-batch that have arrived, as `arrived` has from all who send it, or all (None).
 
-        A dispatch tells nothing about dispatches of this rank, nor a combine about combines: where it has both roles,
-        they may be on their way.
+        What arrives may tell nothing about some others of this rank, which may be on their way: see `_UNTOLD`.
         """
         if arrived is None:
             self._transport.release()
         else:
-            self._transport.release(arrived.micro_batch, but=arrived.op if arrived.op in "DC" else "")
+            self._transport.release(arrived.micro_batch, but=_UNTOLD.get(arrived.op, ""))
 
     def stamp(self, action: Action, sender: int) -> Stamp:
         return Stamp(action=action, sender=sender, step=self._step, map_version=self.map_version)
@@ -151,7 +155,7 @@ class Posted:
     def wait(self) -> list[Tensor]:
         """The message's tensors, after its header has been checked."""
         views, action = self._sections(), self._expected.action
-        if (action.op, action.phase) == ("D", "f"):
+        if action.op in "DX" and action.phase == "f":
             expect_dispatch(views, self._expected)
         return views
 

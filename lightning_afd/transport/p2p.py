@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_afd.placement import Layout
-from lightning_afd.transport.base import CHANNELS, GROUP_CHANNELS, Channel, micro_batch_of
+from lightning_afd.transport.base import CHANNELS, GROUP_CHANNELS, NODE_CHANNELS, Channel, micro_batch_of
 
 _TAIL = -1
 
@@ -30,10 +30,13 @@ class ProcessGroups:
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
         names = CHANNELS if layout.attention_groups == 1 and layout.head == "attention" else CHANNELS + GROUP_CHANNELS
-        self.channels: dict[Channel, Any] = {name: dist.new_group(everyone, timeout=timeout) for name in names}
-        self._back = self.channels
-        if layout.collocated:  # NCCL does what two ranks exchange in one group one after the other, both directions
-            self._back = {name: dist.new_group(everyone, timeout=timeout) for name in names}
+        inside = NODE_CHANNELS if layout.spreads else ()
+        self.channels: dict[Channel, Any] = {
+            name: dist.new_group(everyone, timeout=timeout) for name in (*names, *inside)
+        }
+        # NCCL does what two ranks exchange in one group one after the other, both directions
+        both = names if layout.collocated else inside
+        self._back = self.channels | {name: dist.new_group(everyone, timeout=timeout) for name in both}
         self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
         self.replicas: Any = None
         self.chunks: Any = None
@@ -97,7 +100,7 @@ class P2PTransport:
         self.sent_bytes += message.numel()
 
     def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
-        for key in [key for key in self._sends if micro_batch in (None, key[0]) and key[1] != but]:
+        for key in [key for key in self._sends if micro_batch in (None, key[0]) and key[1] not in but]:
             for work, _ in self._sends.pop(key):
                 work.wait()
 

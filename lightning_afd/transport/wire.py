@@ -22,7 +22,7 @@ HEADER_BYTES = 8 * FIELDS
 ALIGNMENT = 16
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
-_OPS = "ADECHL"
+_OPS = "ADECHLXY"
 _PHASES = "fbw"
 
 

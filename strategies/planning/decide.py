@@ -250,6 +250,7 @@ class Decision:
     def _lines(self, plan: PlanChoice, done: Arrangement, origin: str) -> list[str]:
         best, accumulated = plan.best, self._asked.trainer.accumulate_grad_batches
         again = f"recompute={done.recompute}" + (" and recompute_experts" if done.recompute_experts else "")
+        again += ", dedup=node" if self._config.dedup == "node" else ""
         lines = [
             f"{origin}: {done.layout.describe()}, order {done.order}, {done.micro_batches} micro-batches, {again}, "
             f"{best.seconds:.3g} s per step (predicted)",

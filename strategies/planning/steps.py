@@ -53,6 +53,7 @@ class StepTimer:
 
     def seconds(self, layout: Layout) -> float:
         """Collective: the fastest of the steps behind a first one, each as long as its slowest rank's."""
+        layout = self._config.on_nodes(layout, self._strategy.num_processes)
         with self._groups(layout) as groups:
             device = self._strategy.root_device
             transport = P2PTransport(groups, device)

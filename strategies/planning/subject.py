@@ -43,7 +43,7 @@ def choices_of(config: AFDConfig, trainer: pl.Trainer) -> Choices:
         precision=PRECISIONS[name],
         shared_experts=config.shared_experts,
         shard_optimizer=config.sharding != "none",
-        dedup="rank" if config.dedup else "none",
+        dedup="node" if config.dedup == "node" else "rank" if config.dedup else "none",
     )
 
 

@@ -57,7 +57,7 @@ def no_torch(tmp_path: Path) -> str:
     [
         (
             ["strategy.micro_batchez=4"],
-            "strategy.micro_batchez is not a setting; strategy has attention, ffn, groups, micro_batch_group, ",
+            "strategy.micro_batchez is not a setting; strategy has attention, dedup, ffn, groups, micro_batch_group, ",
         ),
         (["model=nosuch"], f"model=nosuch is not a choice; model can be {MODELS}"),
         (["-m", "seed=1,2", "model=nosuch"], f"model=nosuch is not a choice; model can be {MODELS}"),

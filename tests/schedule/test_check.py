@@ -48,6 +48,28 @@ def test_reversed_program() -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "sentence"),
+    [
+        ("D0f0", "X0f0", "A0 waits at C0f0 for Y0f0; F0 waits at X0f0 for D0f0"),
+        ("X0f0", "E0f0", "A0 waits at C0f0 for Y0f0; F0 waits at E0f0 for X0f0"),
+        ("E0f0", "Y0f0", "A0 waits at C0f0 for Y0f0; F0 waits at Y0f0 for E0f0"),
+        ("Y0f0", "C0f0", "A0 waits at C0f0 for Y0f0; F0 waits at C0f0 for Y0f0"),
+    ],
+)
+def test_exchanges_stand_between_their_neighbours(first: str, second: str, sentence: str) -> None:
+    schedule = build("layer-major", Shape(layers=1, micro_batches=1, spreads=True))
+    assert fault(edited(schedule, F0, swap(first, second))).splitlines()[0] == sentence
+
+
+def test_exchanges_have_to_be_there() -> None:
+    spread = build("layer-major", Shape(layers=1, micro_batches=1, spreads=True))
+    lacking = edited(spread, F0, lambda program: tuple(a for a in program if str(a) != "X0f0"))
+    assert fault(lacking).startswith("F0 lacks X0f0\n")
+    more = dataclasses.replace(spread, shape=Shape(layers=1, micro_batches=1))
+    assert fault(more).startswith("F0 has X0f0, which does not belong there\n")
+
+
+@pytest.mark.parametrize(
     ("worker", "first", "second", "sentence"),
     [
         (A0, "A0f0", "D0f0", "A0 waits at D0f0 for A0f0; F0 waits at D0f0 for A0f0"),

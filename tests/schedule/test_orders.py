@@ -23,6 +23,7 @@ SHAPES = st.builds(
     router_logits=st.booleans(),
     head=st.sampled_from(HEADS),
     split_attention=st.booleans(),
+    spreads=st.booleans(),
 )
 LONG = 8
 """A run that every shape of the grid may have: P of the most groups."""
@@ -99,6 +100,14 @@ def test_tail_on_ffn_in_order() -> None:
         "A0: A0f0 D0f0 A0f1 D0f1 C0f0 A1f0 H1f0 C0f1 A1f1 H1f1 H1b0 A1b0 D0b0 H1b1 A1b1 D0b1 C0b0 A0b0 C0b1 A0b1 "
         "F0: D0f0 E0f0 C0f0 D0f1 E0f1 C0f1 H1f0 T1f0 T1b0 H1b0 H1f1 T1f1 T1b1 H1b1 "
         "D0b0 E0b0 C0b0 E0w0 D0b1 E0b1 C0b1 E0w1"
+    )
+
+
+def test_exchanges_stand_beside_what_comes_and_what_goes() -> None:
+    """A dispatch is spread before anything else is done, also where it comes long before its experts."""
+    schedule = build("sequential", Shape(layers=1, micro_batches=1, spreads=True))
+    assert text(schedule) == (
+        "A0: A0f0 D0f0 C0f0 A1f0 A1b0 D0b0 C0b0 A0b0 F0: D0f0 X0f0 E0f0 Y0f0 C0f0 D0b0 X0b0 E0b0 Y0b0 C0b0 E0w0"
     )
 
 

@@ -163,8 +163,9 @@ def test_notes_and_maps_travel_with_a_checkpoint(pool: RankPool, saved: Path) ->
     notes = {"bytes of a reduce chunk": 4096}
     assert pool.run(load, 2, saved) == [notes, notes]
     afd = CheckpointReader(saved).afd
-    sizes = {"attention": 1, "ffn": 1, "groups": 1, "head": "attention", "collocated": False, "neighbours": "roles"}
-    assert afd["layout"] == sizes
+    sizes = {"attention": 1, "ffn": 1, "groups": 1}
+    kind = {"head": "attention", "collocated": False, "neighbours": "roles", "node_ranks": 1}
+    assert afd["layout"] == sizes | kind
     assert afd["expert_maps"] == [{"expert_to_rank": (0, 0, 0, 0), "version": 0}] * 3
 
 

@@ -99,3 +99,12 @@ def test_the_fallback_is_a_choice() -> None:
         AFDConfig(optimizer_sharding="torch").collocated(4, "slow links")
     with pytest.raises(MisconfigurationException, match="fallback='none': choose 'collocated' or 'error'"):
         AFDStrategy(fallback="none")
+
+
+def test_ranks_with_both_roles_have_nothing_to_spread_in_nodes() -> None:
+    assert AFDConfig().can_collocate and not AFDConfig(dedup="node").can_collocate
+    for strategy in (EPStrategy, FlowMoEStrategy):
+        with pytest.raises(
+            MisconfigurationException, match="dedup='node' on ranks that all have attention and experts"
+        ):
+            strategy(dedup="node")

@@ -134,6 +134,17 @@ def test_two_hosts_train_as_one_device(
     assert all(new > old + 100_000 for new, old in zip(bytes_out(net), before, strict=True))
 
 
+def test_one_copy_of_a_token_passes_between_hosts(pool: RankPool, net: Network, alone: Result) -> None:
+    """All FFN ranks are on one of them, and each token visits both, or (1 of 6) one."""
+    moved = []
+    for dedup in (True, "node"):
+        before = bytes_out(net)
+        ranks = run_on_hosts(pool, net, torchelastic, ({"dedup": dedup},))
+        compare([results[0] for results in ranks], alone)
+        moved.append([new - old for new, old in zip(bytes_out(net), before, strict=True)])
+    assert all(once < 0.85 * twice for twice, once in zip(*moved, strict=True))
+
+
 def test_torchrun_meets_over_the_network(pool: RankPool, net: Network, alone: Result) -> None:
     by_node = pool.run(agent, 2, [host.namespace for host in net.hosts], LAYOUTS[1:2])
     compare([results[0] for results in chain.from_iterable(by_node)], alone)

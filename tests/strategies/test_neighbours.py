@@ -1,4 +1,5 @@
-"""A job whose ranks of both roles take turns: saved, resumed with those of a role together, and asked to predict."""
+"""A job whose ranks of both roles take turns: saved, resumed with those of a role together (and one copy of a token for
+all FFN ranks), and asked to predict."""
 
 from pathlib import Path
 from typing import Any
@@ -78,5 +79,5 @@ def test_a_job_is_the_same_with_any_neighbours(pool: RankPool, tmp_path: Path) -
     ranks = pool.run(train, 4, run, {"neighbours": "groups"}, path)
     assert all(predicted.equal(rows) for _, predicted in ranks)
     assert worst(join([held for held, _ in ranks]), whole)[0] < 1e-9
-    for neighbours in ("groups", "roles"):
-        assert worst(join(pool.run(go_on, 4, run, {"neighbours": neighbours}, path)), whole)[0] < 1e-9
+    for strategy in ({"neighbours": "groups"}, {"neighbours": "roles"}, {"dedup": "node"}):
+        assert worst(join(pool.run(go_on, 4, run, strategy, path)), whole)[0] < 1e-9

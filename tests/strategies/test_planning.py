@@ -56,9 +56,10 @@ def test_ranks_arrange_themselves_by_the_plan(pool: RankPool, tmp_path: Path, wo
 
 
 def test_only_what_is_open_is_chosen(pool: RankPool, tmp_path: Path) -> None:
-    given = {"attention": 2, "micro_batches": 2, "order": "layer-major", "recompute": "full"}
+    given = {"attention": 2, "micro_batches": 2, "order": "layer-major", "recompute": "full", "dedup": "node"}
     done = pool.run(fit, 4, 4, apart, {**QUICK, **given}, tmp_path)[0].arrangement
     assert (done.layout, done.micro_batches) == (Layout(attention=2, ffn=2), 2)
+    assert done.layout.node_ranks == 4
     assert (done.order, done.recompute, done.recompute_experts) == ("layer-major", "full", False)
 
 
@@ -152,10 +153,8 @@ def test_what_cannot_be_planned_goes_by_rule(pool: RankPool, tmp_path: Path) -> 
 
 def test_planning_leaves_random_numbers_and_batches_alone(pool: RankPool, tmp_path: Path) -> None:
     """With trials on real steps: losses under dropout, and the next random number, are those of the explicit layout."""
-    module = {"dropout": 0.5, "steps": 3}
-    planned = pool.run(
-        fit, 4, 4, apart, {**QUICK, "planning": Planning(trials=2, repetitions=1)}, tmp_path, None, module
-    )
+    module, options = {"dropout": 0.5, "steps": 3}, {"dedup": "node", "planning": Planning(trials=2, repetitions=1)}
+    planned = pool.run(fit, 4, 4, apart, {**QUICK, **options}, tmp_path, None, module)
     first = planned[0]
     tried = [line for line in first.said if "tried on steps of a few layers" in line]
     assert len(tried) == 1 and "3A + 1F" in tried[0] and tried[0].count(" s,") == 1

@@ -106,7 +106,7 @@ def test_other_sender_or_action_is_refused(change: dict[str, Any]) -> None:
         (message()[:-1], "at most 383 bytes, received sections"),
         (torch.zeros(400, dtype=torch.uint8), "received other bytes"),
         (torch.full((400,), 255, dtype=torch.uint8), "received other bytes"),
-        (set_field(message(), 4, 6), "a known action"),
+        (set_field(message(), 4, 8), "a known action"),
         (set_field(message(), 4, -1), "a known action"),
         (set_field(message(), 5, 3), "a known action"),
         (set_field(message(), 13, 99), "a known dtype"),
