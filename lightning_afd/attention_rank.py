@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_afd.attention_hops import AttentionHops
+from lightning_afd.device import SideStream
 from lightning_afd.expert_load import ExpertCounts
 from lightning_afd.in_flight import InFlight
 from lightning_afd.model.coroutine import Host, Segment
-from lightning_afd.model.routing import Router
+from lightning_afd.model.routing import Router, Routing
 from lightning_afd.peers import Peers
 from lightning_afd.receives import Receives
 from lightning_afd.runtime import Handlers
@@ -23,7 +24,7 @@ from lightning_afd.schedule.actions import Action
 from lightning_afd.segments import MicroBatch, UserStep
 from lightning_afd.sent import Sent, nothing_sent, sent_by
 from lightning_afd.tail_rank import refuse_unfilled
-from lightning_afd.transport.link import Link
+from lightning_afd.transport.link import Link, Parcel
 from lightning_afd.transport.wire import message_bytes
 
 
@@ -38,6 +39,7 @@ class AttentionRank:
         self._counts = counts
         self._shape = peers.shape
         self._hops = AttentionHops(link, peers)
+        self._side = SideStream(link.device)
         self._training = False
         self._flight: list[InFlight] = []
         self._receives: Receives
@@ -68,6 +70,10 @@ class AttentionRank:
         self.z_losses = [z_loss for flight in self._flight for z_loss in flight.z_losses]
         self._flight = []
 
+    def settle(self) -> None:
+        """Behind a step: raise what the device has found wrong (Host.refuse_if)."""
+        self._host.settle()
+
     def handlers(self) -> Handlers:
         return {
             ("A", "f"): self._attention_forward,
@@ -92,26 +98,50 @@ class AttentionRank:
             flight.h_TH = flight.work.hand_over(y_TH, base_TH)
         else:
             flight.segment = flight.work.forward(action.layer, y_TH, base_TH)
+            flight.routing = self._begin_routing(action.layer, flight.segment)
             self.results[action.micro_batch] = flight.work.result
         if not self._training and action.layer == self._peers.segments[-1] and not self._peers.hands_over(action):
             flight.finish()
 
+    def _begin_routing(self, layer: int, segment: Segment | None) -> Routing | None:
+        """Let the device find out, right behind the segment, where its tokens go."""
+        if segment is None:
+            return None
+        assert segment.idx_TK is not None
+        if self._training:
+            self._counts.add(layer, segment.idx_TK)
+        return self._routers[layer].begin(segment.idx_TK)
+
+    def would_wait(self, action: Action) -> bool:
+        """Whether an action would keep the host until the device has counted the rows of a dispatch."""
+        if (action.op, action.phase) != ("D", "f"):
+            return False
+        routing = self._flight[action.micro_batch].routing
+        return routing is not None and not routing.is_counted
+
     def _dispatch(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
-        sent, x_TH, w_TK = self._route(action.layer, flight.segment)
+        routing, flight.routing = flight.routing, None
+        with self._side.behind(None if routing is None else routing.mark):
+            self._send_rows(action, flight, routing)
+        if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
+            flight.segment = None
+
+    def _send_rows(self, action: Action, flight: InFlight, routing: Routing | None) -> None:
+        sent, x_TH, w_TK = self._routed(action.layer, flight.segment, routing)
         flight.sent[action.layer] = sent
         self.tokens += sent.route.tokens if action.layer == 0 else 0
         route, most = sent.route, message_bytes(sent.sections(sent.most))
         w_rows, weight_C = route.weights(w_TK)
         parts = zip(*map(route.split, (route.token_C, weight_C, route.idx_CK)), strict=True)
+        parcels: list[Parcel] = []
         for peer, (token_c, weight_c, idx_ck) in zip(self._peers.expert_ranks(action.layer), parts, strict=True):
             message, (x_cH, w_ck, ids_ck) = self._link.allocate(action, sent.sections(token_c.shape[0]))
             torch.index_select(x_TH, 0, token_c, out=x_cH)
             torch.index_select(w_rows, 0, weight_c, out=w_ck)
             ids_ck.copy_(idx_ck[:, : sent.columns])
-            self._link.send(action, peer, message, most)
-        if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
-            flight.segment = None
+            parcels.append((peer, message, most))
+        self._link.send_all(action, parcels)
 
     def _combine(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
@@ -169,11 +199,13 @@ class AttentionRank:
         dY_TH = None if flight.gradients is None else flight.gradients.dY_TH.to(sent.x_dtype)
         most = message_bytes([sent.rows(sent.most)])
         peers = self._peers.expert_ranks(action.layer)
+        parcels: list[Parcel] = []
         for peer, token_c in zip(peers, sent.route.split(sent.route.token_C), strict=True):
             message, (dY_cH,) = self._link.allocate(action, [sent.rows(token_c.shape[0])])
             if dY_TH is not None:
                 torch.index_select(dY_TH, 0, token_c, out=dY_cH)
-            self._link.send(action, peer, message, most)
+            parcels.append((peer, message, most))
+        self._link.send_all(action, parcels)
         if not hops:
             flight.dh_TH = None if flight.gradients is None else flight.gradients.dh_TH
             flight.gradients = None
@@ -191,16 +223,14 @@ class AttentionRank:
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
-    def _route(self, layer: int, segment: Segment | None) -> tuple[Sent, Tensor, Tensor]:
-        """Route a segment's tokens; returns the handle and the tensors whose rows travel: x [T, H] and w [T, K]."""
-        router = self._routers[layer]
-        if segment is None:
-            nothing = torch.zeros(0, 0, device=router.device)
-            return nothing_sent(self._peers.ffn, router.device), nothing, nothing
-        assert segment.x_TH is not None and segment.idx_TK is not None and segment.w_TK is not None
+    def _routed(self, layer: int, segment: Segment | None, routing: Routing | None) -> tuple[Sent, Tensor, Tensor]:
+        """Where a segment's tokens go, and the tensors whose rows travel: x [T, H] and w [T, K]."""
+        if segment is None or routing is None:
+            device = self._routers[layer].device
+            nothing = torch.zeros(0, 0, device=device)
+            return nothing_sent(self._peers.ffn, device), nothing, nothing
+        assert segment.x_TH is not None and segment.w_TK is not None
         x_TH, w_TK = segment.x_TH.detach(), segment.w_TK.detach()
-        if self._training:
-            self._counts.add(layer, segment.idx_TK)
         if segment.wire_dtype is not None:
             x_TH = x_TH.to(segment.wire_dtype)
-        return sent_by(router.route(segment.idx_TK), x_TH, w_TK), x_TH, w_TK
+        return sent_by(routing.finish(), x_TH, w_TK), x_TH, w_TK

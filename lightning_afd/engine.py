@@ -16,7 +16,7 @@ from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.place import segments_of_dense, stub_embeddings
 from lightning_afd.model.port import Cut, forbid, install
-from lightning_afd.model.routing import Router
+from lightning_afd.model.routing import FullRouter, Router
 from lightning_afd.model.shared import WithShared
 from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.owned import Owned
@@ -32,8 +32,8 @@ from lightning_afd.schedule.programs import Programs, evaluation_programs_of, pr
 from lightning_afd.segments import UserStep
 from lightning_afd.tail_rank import TailRank
 from lightning_afd.timeline import exposed_share
+from lightning_afd.transport.announced import link_of
 from lightning_afd.transport.base import Collectives, Transport
-from lightning_afd.transport.link import Link
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Engine:
     def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""
         self.device = device
-        self.link = Link(self._transport, self.rank, device)
+        self.link = link_of(self._transport, self.rank, device)
         self.expert_counts = ExpertCounts(self.plan.experts, device)
         self.expert_counts.enabled = self.plan.expert_bias_rate > 0
         decoder = decoder_layers(root, layers)
@@ -129,6 +129,8 @@ class Engine:
         self.runtime = Runtime(self.rank, self._tables())
         if self.sums is not None:
             self.sums.meter = self.runtime
+        if self.attention is not None:
+            self.runtime.would_wait = self.attention.would_wait
 
     def _tables(self) -> dict[Worker, Handlers]:
         """What this rank does for each action, as each of its workers."""
@@ -139,9 +141,10 @@ class Engine:
         return {worker: by_role[worker.role] for worker in self.plan.layout.workers_of(self.rank)}
 
     def _attention_role(self, layers: Sequence[MoELayer], host: Host, device: torch.device) -> AttentionRank:
+        router = FullRouter if self.plan.capacity == "full" else Router
         maps, dedup = self.expert_maps(), self.plan.dedup
         routers = {
-            index: Router(maps[index], self._peers.ffn, device, shared=layers[index].shared is not None, dedup=dedup)
+            index: router(maps[index], self._peers.ffn, device, shared=layers[index].shared is not None, dedup=dedup)
             for index in self._peers.layers
         }
         return AttentionRank(self.link, host, routers, self._peers, self.expert_counts)
@@ -207,6 +210,8 @@ class Engine:
                 self.experts.tails.begin(tails, micro_batches, receives, training=training)
             self.runtime.run(program)
             self.link.release()
+            if self.attention is not None:
+                self.attention.settle()
             return [] if self.attention is None else self.attention.results
         finally:
             for role in (self.attention, self.experts):

@@ -19,7 +19,7 @@ from lightning_afd.receives import Receives
 from lightning_afd.runtime import Handlers
 from lightning_afd.schedule.actions import Action
 from lightning_afd.tail_rank import TailRank
-from lightning_afd.transport.link import Link
+from lightning_afd.transport.link import Link, Parcel
 from lightning_afd.transport.wire import Section
 
 
@@ -145,6 +145,7 @@ class FFNRank:
 
     def _answer(self, action: Action, item: _Gathered, sections: list[list[Section]]) -> None:
         segment = action.layer + (action.phase == "f")
+        parcels: list[Parcel] = []
         for peer, wanted, tensors in zip(self._peers.attention_ranks(segment), sections, item.out, strict=True):
             if peer == self._link.rank and tensors and wanted[0].rows:
                 self._link.hand_over(action, tensors)
@@ -153,7 +154,8 @@ class FFNRank:
             for view, tensor in zip(views, tensors, strict=False):
                 if view.numel():  # an A rank without rows doesn't say how wide they would be
                     view.copy_(tensor)
-            self._link.send(action, peer, message, message.numel() * 5 // 4)  # others may have more rows
+            parcels.append((peer, message, message.numel() * 5 // 4))  # others may have more rows
+        self._link.send_all(action, parcels)
         item.out = []
 
 

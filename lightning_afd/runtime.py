@@ -31,6 +31,8 @@ class Runtime:
         self._chunk_marks: list[Any] = []
         """Start and end of each chunk."""
         self._current: tuple[Action | None, float] = None, time.perf_counter()
+        self.would_wait: Callable[[Action], bool] = lambda action: False
+        """Whether an action would keep the host waiting for the device, as CUDA may where counts are not there yet."""
 
     def run(self, program: Sequence[Step]) -> None:
         """Execute the steps in order; an exception gets a note with rank, role, layer and micro-batch."""
@@ -38,7 +40,7 @@ class Runtime:
         self._chunks, self._chunk_marks = [], []
         self._measured_by.begin()
         now, mark = time.perf_counter, self._measured_by.mark
-        for step in program:
+        for step in self._in_order(program):
             action = step.action
             self._current = action, now()
             start = mark()
@@ -51,6 +53,24 @@ class Runtime:
                 self._marks += start, mark()
                 self._steps.append(step)
         self._current = None, now()
+
+    def _in_order(self, program: Sequence[Step]) -> Iterator[Step]:
+        """The steps of a program; one that would wait for the device lets the computation behind it be launched first.
+
+        Only one of another micro-batch, and no transfer: those keep their order, and nobody waits for what is put off.
+        """
+        late: list[Step] = []
+        for step in program:
+            overtakes = bool(late) and _may_overtake(step.action, late[0].action)
+            if late and not overtakes:
+                yield late.pop()
+            if not overtakes and self.would_wait(step.action):
+                late.append(step)
+                continue
+            yield step
+            if late:
+                yield late.pop()
+        yield from late
 
     @contextmanager
     def reducing(self, nbytes: int) -> Iterator[None]:
@@ -92,3 +112,8 @@ class Runtime:
     def current(self) -> tuple[Action | None, float]:
         """The action in work, None between programs, and since when (perf_counter); may be read by any thread."""
         return self._current
+
+
+def _may_overtake(action: Action, late: Action) -> bool:
+    """Whether an action may be launched before one that stands in front of it."""
+    return action.op in "AET" and action.micro_batch != late.micro_batch

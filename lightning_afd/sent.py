@@ -73,7 +73,7 @@ def pack_route(link: Link, action: Action, sent: Sent, base_TH: Tensor | None) -
     sections = [
         Section(base.shape[0], base.shape[1], base.dtype),
         Section(route.token_C.shape[0], 1, torch.int64),
-        Section(len(figures), 1, torch.int64),
+        Section(len(figures), 1, torch.int64, on_host=True),
     ]
     message, (view, token_view, figures_view) = link.allocate(action, sections)
     view.copy_(base)
@@ -94,7 +94,7 @@ def pack_hidden(link: Link, action: Action, h_TH: Tensor | None, routing: Router
     """The hidden states for a tail on another rank, and the pattern of the router outputs as text (bytes as int32)."""
     h = torch.zeros(0, 0, device=link.device) if h_TH is None else h_TH
     text = list("" if routing is None else routing.text().encode())
-    sections = [Section(h.shape[0], h.shape[1], h.dtype), Section(len(text), 1, torch.int32)]
+    sections = [Section(h.shape[0], h.shape[1], h.dtype), Section(len(text), 1, torch.int32, on_host=True)]
     message, (view, text_view) = link.allocate(action, sections)
     view.copy_(h)
     text_view.copy_(torch.tensor(text, dtype=torch.int32)[:, None])
