@@ -122,7 +122,9 @@ class AttentionRank:
     def _dispatch(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
         routing, flight.routing = flight.routing, None
-        with self._side.behind(None if routing is None else routing.mark):
+        # Rows for this rank itself are used on the main stream, and must lie in memory that it gives out.
+        mark = None if routing is None or self._peers.layout.collocated else routing.mark
+        with self._side.behind(mark):
             self._send_rows(action, flight, routing)
         if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
             flight.segment = None
