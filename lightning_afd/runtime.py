@@ -55,21 +55,26 @@ class Runtime:
         self._current = None, now()
 
     def _in_order(self, program: Sequence[Step]) -> Iterator[Step]:
-        """The steps of a program; one that would wait for the device lets the computation behind it be launched first.
+        """The steps of a program; a dispatch that would wait for the device lets the next computation go first.
 
         Only one of another micro-batch, and no transfer: those keep their order, and nobody waits for what is put off.
+        A hop of the same layer, which needs the same counts, waits with it.
         """
         late: list[Step] = []
         for step in program:
-            overtakes = bool(late) and _may_overtake(step.action, late[0].action)
-            if late and not overtakes:
-                yield late.pop()
-            if not overtakes and self.would_wait(step.action):
+            if late and _goes_with(step.action, late[0].action):
                 late.append(step)
                 continue
+            overtakes = bool(late) and _may_overtake(step.action, late[0].action)
+            if not overtakes:
+                yield from late
+                late.clear()
+                if self.would_wait(step.action):
+                    late.append(step)
+                    continue
             yield step
-            if late:
-                yield late.pop()
+            yield from late
+            late.clear()
         yield from late
 
     @contextmanager
@@ -117,3 +122,9 @@ class Runtime:
 def _may_overtake(action: Action, late: Action) -> bool:
     """Whether an action may be launched before one that stands in front of it."""
     return action.op in "AET" and action.micro_batch != late.micro_batch
+
+
+def _goes_with(action: Action, late: Action) -> bool:
+    """Whether an action sends, beside a dispatch, what another rank needs to combine it."""
+    same = (action.layer, action.phase, action.micro_batch) == (late.layer, late.phase, late.micro_batch)
+    return action.op in "HL" and same

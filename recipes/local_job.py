@@ -45,7 +45,7 @@ class Outcome:
 
 
 class LocalJob:
-    """The ranks of one job on the model's device, each with its own part of a copy; `choices` are fields of the Plan."""
+    """The ranks of one job on the model's device, each with its part of a copy; `choices` are fields of the Plan."""
 
     def __init__(
         self,

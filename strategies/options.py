@@ -45,8 +45,8 @@ class TrainingConfig:
     dedup: bool = True
     """Whether a token travels once to each rank that has experts for it, or once per expert, as in an all-to-all."""
     capacity: Capacity = "counted"
-    """"counted": only tokens travel that have to; "full": each one travels to every rank with experts, where it may find
-    none of its own, so that no rank waits for its GPU to count rows."""
+    """"counted": only tokens travel that have to; "full": each one travels to every rank with experts, where it may
+    find none of its own, so that no rank waits for its GPU to count rows."""
     expert_bias_rate: float = 0.0
     """By how much the bias of each expert moves after an optimizer step, against its load; 0 leaves it alone.
 

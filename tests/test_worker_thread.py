@@ -93,7 +93,8 @@ def test_a_port_that_did_not_know_of_backward_would_be_stopped(
     monkeypatch: pytest.MonkeyPatch, threads: list[int]
 ) -> None:
     """Without Host.in_backward a recompute would look for its coroutine."""
-    monkeypatch.setattr(Host, "in_backward", property(lambda self: False, lambda self, value: None))
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(Host, "in_backward", never, raising=False)
     job = LocalJob(model_of(), Layout(attention=1, ffn=1), recompute="full")
     with pytest.raises(PlanError, match="was called outside of a training"):
         job.step(make_batches(1, 2))

@@ -23,6 +23,7 @@ Capacity = Literal["counted", "full"]
 CAPACITIES: tuple[Capacity, ...] = ("counted", "full")
 """Which tokens travel to an F rank: those that have to, which somebody must count, or all."""
 
+
 @dataclass(frozen=True, eq=False)
 class Route:
     """The handle that dispatch makes and combine consumes: the copies of one micro-batch's tokens, by F rank."""
@@ -133,9 +134,7 @@ class Router:
         hit_NT = torch.zeros(self._ranks, len(owner_TK), dtype=torch.bool, device=owner_TK.device)
         return hit_NT.scatter_(0, owner_TK.t(), True)
 
-    def _local_ids(
-        self, idx_TK: Tensor, owner_TK: Tensor, hit_NT: Tensor, copies: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _local_ids(self, idx_TK: Tensor, owner_TK: Tensor, hit_NT: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:
         """Route.idx_CK of these copies (rank, token)."""
         rank_C, token_C = copies
         foreign_CK = owner_TK[token_C] != rank_C[:, None]

@@ -34,7 +34,6 @@ from lightning_afd.transport.wire import (
     too_small,
 )
 
-
 Parcel = tuple[int, Any, int]
 """Receiver, message of `Link.allocate`, and the size that others of its channel may need."""
 

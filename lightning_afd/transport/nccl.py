@@ -89,7 +89,7 @@ class NcclTransport(P2PTransport):
         self._leaving.clear()
 
     def _forget(self, done: Callable[[list[Any]], bool]) -> None:
-        """Let go of rows that have left, oldest first: not when the host hears of an answer, but when the device has."""
+        """Let go of rows that have left the device, oldest first; that an answer is announced does not say so."""
         while self._leaving and done(self._leaving[0][0]):
             self._leaving.popleft()
 

@@ -37,7 +37,9 @@ class OrderedNetwork(LocalNetwork):
         self._queues.clear()
         self._posted.clear()
         results = super().run(functions)
-        left = [queue[self._posted[route]][0] for route, queue in self._queues.items() if len(queue) > self._posted[route]]
+        left = [
+            queue[self._posted[route]][0] for route, queue in self._queues.items() if len(queue) > self._posted[route]
+        ]
         if left:
             raise ProtocolError(f"rows that nobody received: {' '.join(left)}")
         return results
@@ -59,8 +61,8 @@ class OrderedNetwork(LocalNetwork):
         sent, rows = queue[place]
         if rows.numel() != nbytes or sent != name:
             raise ProtocolError(
-                f"rank {sender} sent the {rows.numel()} bytes of {sent} to rank {receiver}, which has a buffer of {nbytes} "
-                f"for {name}: a transport without tags delivers in the order of posts"
+                f"rank {sender} sent the {rows.numel()} bytes of {sent} to rank {receiver}, which has a buffer of "
+                f"{nbytes} for {name}: a transport without tags delivers in the order of posts"
             )
         return rows
 

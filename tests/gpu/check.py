@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,7 +35,7 @@ from tiny import TinyConfig, TinyExperts, TinyMoE, tiny
 from lightning_afd.device import HostValues, SideStream
 from lightning_afd.model.experts import ExpertShard, has_fast_grouped_mm
 from lightning_afd.placement import Layout
-from lightning_afd.recipes.local_job import Batches, join_gradients
+from lightning_afd.recipes.local_job import join_gradients
 from lightning_afd.schedule.orders import ORDERS
 from lightning_afd.transport.nccl import transport_of
 from lightning_afd.transport.ordered import OrderedNetwork
@@ -119,7 +120,9 @@ class Device:
 
 def experts_equal_the_cpu(device: Device, sizes: Sizes) -> Iterator[Row]:
     """Forward, input and weight gradients of two shards, on this device and by float64 loops on the CPU."""
-    wide = replace(sizes.model, hidden=max(16, sizes.model.hidden // 8), expert_width=max(8, sizes.model.expert_width // 8))
+    wide = replace(
+        sizes.model, hidden=max(16, sizes.model.hidden // 8), expert_width=max(8, sizes.model.expert_width // 8)
+    )
     for dtype in (FP32, BF16):
         torch.manual_seed(0)
         module = TinyExperts(wide).to(dtype)
@@ -192,6 +195,14 @@ def pipeline(device: Device, sizes: Sizes) -> Iterator[Row]:
         yield Row("reserved behind it", torch.cuda.memory_reserved() / 2**30, "GiB")
 
 
+def three_passes(shard: ExpertShard, x_TH: Tensor, idx_TK: Tensor, w_TK: Tensor) -> None:
+    """Forward, input gradient and weight gradient."""
+    _, saved = shard.forward(x_TH, idx_TK, w_TK)
+    assert saved is not None
+    _, _, pending = shard.backward(saved, x_TH)
+    shard.weight_gradient(pending)
+
+
 def expert_speed(device: Device, sizes: Sizes) -> Iterator[Row]:
     """Experts against one matrix product with as many operations."""
     for dtype in (BF16, FP32):
@@ -201,16 +212,11 @@ def expert_speed(device: Device, sizes: Sizes) -> Iterator[Row]:
         idx = torch.rand(sizes.rows, config.experts, device=device.torch).argsort(1)[:, : config.top_k].int()
         w = torch.full((sizes.rows, config.top_k), 1 / config.top_k, device=device.torch).to(dtype)
 
-        def step() -> None:
-            _, saved = shard.forward(x, idx, w)
-            _, _, pending = shard.backward(saved, x)
-            shard.weight_gradient(pending)
-
         rows = sizes.rows * config.top_k
         flops = 3 * 2 * rows * 3 * config.hidden * config.expert_width
-        rate = flops / device.seconds(step, sizes.repetitions) / 1e12
+        rate = flops / device.seconds(partial(three_passes, shard, x, idx, w), sizes.repetitions) / 1e12
         left, right = x.repeat(config.top_k, 1), torch.randn(config.hidden, 3 * config.expert_width).to(x)
-        peak = flops / 3 / device.seconds(lambda left=left, right=right: left @ right, sizes.repetitions) / 1e12  # type: ignore[misc]
+        peak = flops / 3 / device.seconds(partial(torch.mm, left, right), sizes.repetitions) / 1e12
         yield Row(f"experts in {name_of(dtype)} ({shard.kernel}), three passes", rate, "TFLOP/s")
         yield Row(f"one product in {name_of(dtype)} of as many operations", peak, "TFLOP/s")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -80,7 +80,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_each_lane_has_one_order_of_messages(layout: Layout) -> None:
-    """On GPUs a lane is a queue: its messages all go from one worker group to one other, or all upwards or downwards."""
+    """On GPUs a lane is a queue: all its messages go from one worker group to one other, or upwards, or downwards."""
     lanes = Lanes(layout, queues=True)
     ranks = lanes.all()
     for layers in (1, 2, 5, 6):
