@@ -90,7 +90,7 @@ def test_messages_with_headers_among_their_rows_do_not_get_through(monkeypatch: 
     """What goes over gloo needs tags in the first step, in which buffers have yet to be asked for."""
     monkeypatch.setattr(engine, "link_of", Link)
     job = job_of(LAYOUTS[0], order)
-    with pytest.raises(ProtocolError, match="deadlock|a transport without tags delivers in the order of posts"):
+    with pytest.raises(ProtocolError, match=r"deadlock|a transport without tags delivers in the order of posts"):
         difference(job)
 
 
