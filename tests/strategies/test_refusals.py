@@ -121,6 +121,8 @@ def test_the_first_cause_of_a_users_own_error(
         ({"micro_batches": 0}, "at least 1"),
         ({"on_nonfinite": "ignore"}, "'error' or 'skip'"),
         ({"optimizer_sharding": "zero"}, "'none' or 'torch'"),
+        ({"capacity": "half"}, "'counted' or 'full'"),
+        ({"capacity": "full", "dedup": False}, "use dedup=True"),
         ({"reduce_chunk_bytes": 0}, "reduce_chunk_bytes=0: choose 'auto', None or a number of bytes"),
         ({"attention": 0, "ffn": 2}, "attention=0"),
         ({"groups": 2, "micro_batch_group": 3}, "at least 4 micro-batches in a run"),
