@@ -7,6 +7,7 @@ different lanes: those of one lane have one order at both ends (schedule/check.p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 from math import lcm
 
 from lightning_afd.placement import Layout, Worker
@@ -40,6 +41,14 @@ class Lanes:
         grouped = layout.attention_groups > 1 or layout.head == "ffn"
         names = CHANNELS + GROUP_CHANNELS if grouped else CHANNELS
         return {(name, back): everyone for back in (False, True)[: 1 + layout.collocated] for name in names}
+
+    def talks(self, lane: Lane) -> list[tuple[int, int]]:
+        """Senders and receivers of a lane, where it is a queue."""
+        ranks = self.all()[lane]
+        pairs = permutations(ranks, 2)
+        if not self._by_worker:
+            return [(sender, receiver) for sender, receiver in pairs if (sender > receiver) == lane[1]]
+        return [pair for pair in pairs if self.of(lane[0], *pair) == lane]
 
 
 def _pairs(layout: Layout) -> Iterator[tuple[Channel, Worker, Worker]]:

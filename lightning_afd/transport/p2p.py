@@ -35,7 +35,7 @@ class ProcessGroups:
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
-        on_gpus = "nccl" in dist.get_backend_config()
+        self._on_gpus = on_gpus = "nccl" in dist.get_backend_config()
         self._lanes = Lanes(layout, queues=on_gpus)
         ranks_of = self._lanes.all()
         make = partial(_new_group, timeout=timeout, on_gpus=on_gpus)
@@ -63,6 +63,24 @@ class ProcessGroups:
         for group in self._all:
             where = CPU if group in (self.control, self.announcements) else device
             dist.all_reduce(torch.zeros(1, device=where), group=group)
+        if self._on_gpus:
+            self.introduce(device)
+
+    def introduce(self, device: torch.device) -> None:
+        """A byte between all that will talk in a lane, all at once: NCCL connects two ranks when they first do so, and
+        keeps both hosts until then, for which a schedule has no room.
+        """
+        me = dist.get_rank()
+        for lane, group in self.channels.items():
+            talks = [talk for talk in self._lanes.talks(lane) if me in talk]
+            operations = [
+                dist.P2POp(dist.isend, torch.zeros(1, dtype=torch.uint8, device=device), receiver, group)
+                if sender == me
+                else dist.P2POp(dist.irecv, torch.zeros(1, dtype=torch.uint8, device=device), sender, group)
+                for sender, receiver in talks
+            ]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     def destroy(self) -> None:
         """Close all connections, as soon as no message that was posted or sent holds them."""

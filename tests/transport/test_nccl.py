@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ def train(layout: Layout, order: str) -> tuple[float, Gradients, int]:
     finally:
         p2p.Lanes = Lanes  # type: ignore[misc]
     groups.warm(CPU)
+    groups.introduce(CPU)
     transport = NcclTransport(groups, CPU)
     job = RankJob(model_of(), layout, rank, transport, order, micro_batches=3)
     for _ in range(2):
@@ -88,11 +90,11 @@ def test_each_lane_has_one_order_of_messages(layout: Layout) -> None:
         for action in shape.actions():
             if action.is_transfer:
                 ends = shape.endpoints(action)
-                for sender in layout.ranks_of(ends[0]):
-                    for receiver in layout.ranks_of(ends[1]):
-                        lane = lanes.of(f"{action.op}{action.phase}", sender, receiver)  # type: ignore[arg-type]
-                        assert {sender, receiver} <= set(ranks[lane])
-                        assert lane[1] == (sender > receiver if layout.collocated else ends)
+                for sender, receiver in product(*map(layout.ranks_of, ends)):
+                    lane = lanes.of(f"{action.op}{action.phase}", sender, receiver)  # type: ignore[arg-type]
+                    assert {sender, receiver} <= set(ranks[lane])
+                    assert sender == receiver or (sender, receiver) in lanes.talks(lane)
+                    assert lane[1] == (sender > receiver if layout.collocated else ends)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
