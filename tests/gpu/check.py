@@ -37,7 +37,7 @@ from lightning_afd.model.experts import ExpertShard, has_fast_grouped_mm
 from lightning_afd.placement import Layout
 from lightning_afd.recipes.local_job import join_gradients
 from lightning_afd.schedule.orders import ORDERS
-from lightning_afd.transport.nccl import transport_of
+from lightning_afd.transport.nccl import NcclTransport
 from lightning_afd.transport.ordered import OrderedNetwork
 from lightning_afd.transport.p2p import ProcessGroups
 
@@ -266,7 +266,7 @@ def over_groups(device: Device, sizes: Sizes, layout: Layout, order: str) -> Row
     model, batches = model_of(device, sizes, FP64), batches_of(device, layout.attention, sizes)
     loss, grads = plain_step(model, batches)
     whole = tiny(**asdict(sizes.model))
-    transport = transport_of(groups, device.torch)
+    transport = NcclTransport(groups, device.torch)
     job = RankJob(model, layout, rank, transport, order)
     for _ in range(2):
         mine, held = job.step(batches)
