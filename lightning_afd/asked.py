@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_afd.schedule.actions import Action, Phase
-from lightning_afd.transport.link import Link, Posted
+from lightning_afd.transport.link import Link, Parcel, Posted
 from lightning_afd.transport.wire import Section
 
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -54,6 +54,7 @@ class Asked:
 
     def answer(self, link: Link, action: Action, peers: Sequence[int], parts: Sequence[Sequence[Tensor]]) -> None:
         """Send each of the ranks its part: sums, or in backward the gradients of x and w."""
+        parcels: list[Parcel] = []
         for peer, wanted, tensors in zip(peers, self._answers(action.phase), parts, strict=True):
             if peer == link.rank and tensors and wanted[0].rows:
                 link.hand_over(action, tensors)
@@ -62,7 +63,8 @@ class Asked:
             for view, tensor in zip(views, tensors, strict=False):
                 if view.numel():  # an A rank without rows doesn't say how wide they would be
                     view.copy_(tensor)
-            link.send(action, peer, message, message.numel() * 5 // 4)  # others may have more rows
+            parcels.append((peer, message, message.numel() * 5 // 4))  # others may have more rows
+        link.send_all(action, parcels)
 
     def _answers(self, phase: Phase) -> list[list[Section]]:
         if phase == "f":

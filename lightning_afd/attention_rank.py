@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_afd.attention_hops import AttentionHops
+from lightning_afd.device import SideStream
 from lightning_afd.expert_load import ExpertCounts
 from lightning_afd.in_flight import InFlight
 from lightning_afd.model.coroutine import Host, Segment
-from lightning_afd.model.routing import Router
+from lightning_afd.model.routing import Router, Routing
 from lightning_afd.peers import Peers
 from lightning_afd.receives import Receives
 from lightning_afd.runtime import Handlers
@@ -37,6 +38,7 @@ class AttentionRank:
         self._counts = counts
         self._shape = peers.shape
         self._hops = AttentionHops(link, peers)
+        self._side = SideStream(link.device)
         self._training = False
         self._flight: list[InFlight] = []
         self._receives: Receives
@@ -67,6 +69,10 @@ class AttentionRank:
         self.z_losses = [z_loss for flight in self._flight for z_loss in flight.z_losses]
         self._flight = []
 
+    def settle(self) -> None:
+        """Behind a step: raise what the device has found wrong (Host.refuse_if)."""
+        self._host.settle()
+
     def handlers(self) -> Handlers:
         return {
             ("A", "f"): self._attention_forward,
@@ -91,18 +97,42 @@ class AttentionRank:
             flight.h_TH = flight.work.hand_over(y_TH, base_TH)
         else:
             flight.segment = flight.work.forward(action.layer, y_TH, base_TH)
+            flight.routing = self._begin_routing(action.layer, flight.segment)
             self.results[action.micro_batch] = flight.work.result
         if not self._training and action.layer == self._peers.segments[-1] and not self._peers.hands_over(action):
             flight.finish()
 
+    def _begin_routing(self, layer: int, segment: Segment | None) -> Routing | None:
+        """Let the device find out, right behind the segment, where its tokens go."""
+        if segment is None:
+            return None
+        assert segment.idx_TK is not None
+        if self._training:
+            self._counts.add(layer, segment.idx_TK)
+        return self._routers[layer].begin(segment.idx_TK)
+
+    def would_wait(self, action: Action) -> bool:
+        """Whether an action would keep the host until the device has counted the rows of a dispatch."""
+        if (action.op, action.phase) != ("D", "f"):
+            return False
+        routing = self._flight[action.micro_batch].routing
+        return routing is not None and not routing.is_counted
+
     def _dispatch(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
-        sent, x_TH, w_TK = self._route(action.layer, flight.segment)
+        routing, flight.routing = flight.routing, None
+        # Rows for this rank itself are used on the main stream, and must lie in memory that it gives out.
+        mark = None if routing is None or self._peers.layout.collocated else routing.mark
+        with self._side.behind(mark):
+            self._send_rows(action, flight, routing)
+        if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
+            flight.segment = None
+
+    def _send_rows(self, action: Action, flight: InFlight, routing: Routing | None) -> None:
+        sent, x_TH, w_TK = self._routed(action.layer, flight.segment, routing)
         flight.sent[action.layer] = sent
         self.tokens += sent.route.tokens if action.layer == 0 else 0
         send_copies(self._link, action, self._peers.expert_ranks(action.layer), sent, (x_TH, w_TK))
-        if not self._shape.hops(action.layer) and not self._shape.sends_logits(action.layer):
-            flight.segment = None
 
     def _combine(self, action: Action) -> None:
         flight = self._flight[action.micro_batch]
@@ -170,16 +200,14 @@ class AttentionRank:
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
-    def _route(self, layer: int, segment: Segment | None) -> tuple[Sent, Tensor, Tensor]:
-        """Route a segment's tokens; returns the handle and the tensors whose rows travel: x [T, H] and w [T, K]."""
-        router = self._routers[layer]
-        if segment is None:
-            nothing = torch.zeros(0, 0, device=router.device)
-            return nothing_sent(len(self._peers.expert_ranks(layer)), router.device), nothing, nothing
-        assert segment.x_TH is not None and segment.idx_TK is not None and segment.w_TK is not None
+    def _routed(self, layer: int, segment: Segment | None, routing: Routing | None) -> tuple[Sent, Tensor, Tensor]:
+        """Where a segment's tokens go, and the tensors whose rows travel: x [T, H] and w [T, K]."""
+        if segment is None or routing is None:
+            device = self._routers[layer].device
+            nothing = torch.zeros(0, 0, device=device)
+            return nothing_sent(len(self._peers.expert_ranks(layer)), device), nothing, nothing
+        assert segment.x_TH is not None and segment.w_TK is not None
         x_TH, w_TK = segment.x_TH.detach(), segment.w_TK.detach()
-        if self._training:
-            self._counts.add(layer, segment.idx_TK)
         if segment.wire_dtype is not None:
             x_TH = x_TH.to(segment.wire_dtype)
-        return sent_by(router.route(segment.idx_TK), x_TH, w_TK), x_TH, w_TK
+        return sent_by(routing.finish(), x_TH, w_TK), x_TH, w_TK

@@ -16,7 +16,7 @@ from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.place import segments_of_dense, stub_embeddings
 from lightning_afd.model.port import Cut, forbid, install
-from lightning_afd.model.routing import NodeRouter, Router
+from lightning_afd.model.routing import FullRouter, NodeRouter, Router
 from lightning_afd.model.shared import WithShared
 from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.node_relay import NodeFFNRank
@@ -33,8 +33,8 @@ from lightning_afd.schedule.programs import Programs, evaluation_programs_of, pr
 from lightning_afd.segments import UserStep
 from lightning_afd.tail_rank import TailRank
 from lightning_afd.timeline import exposed_share
+from lightning_afd.transport.announced import link_of
 from lightning_afd.transport.base import Collectives, Transport
-from lightning_afd.transport.link import Link
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Engine:
     def connect(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
         """Take the placed layers into service on `device`."""
         self.device = device
-        self.link = Link(self._transport, self.rank, device)
+        self.link = link_of(self._transport, self.rank, device)
         self.expert_counts = ExpertCounts(self.plan.experts, device)
         self.expert_counts.enabled = self.plan.expert_bias_rate > 0
         decoder = decoder_layers(root, layers)
@@ -130,6 +130,8 @@ class Engine:
         self.runtime = Runtime(self.rank, self._tables())
         if self.sums is not None:
             self.sums.meter = self.runtime
+        if self.attention is not None:
+            self.runtime.would_wait = self.attention.would_wait
 
     def _tables(self) -> dict[Worker, Handlers]:
         """What this rank does for each action, as each of its workers."""
@@ -140,11 +142,12 @@ class Engine:
         return {worker: by_role[worker.role] for worker in self.plan.layout.workers_of(self.rank)}
 
     def _attention_role(self, layers: Sequence[MoELayer], host: Host, device: torch.device) -> AttentionRank:
+        router = FullRouter if self.plan.capacity == "full" else Router
         maps, dedup = self.expert_maps(), self.plan.dedup
-        routers = {}
+        routers: dict[int, Router] = {}
         for index in self._peers.layers:
             nodes, shared = self._peers.nodes_of(index), layers[index].shared is not None
-            routers[index] = Router(maps[index].joined(nodes), len(nodes), device, shared=shared, dedup=dedup)
+            routers[index] = router(maps[index].joined(nodes), len(nodes), device, shared=shared, dedup=dedup)
         return AttentionRank(self.link, host, routers, self._peers, self.expert_counts)
 
     def _experts_role(self, layers: Sequence[MoELayer], host: Host) -> FFNRank:
@@ -216,6 +219,8 @@ class Engine:
                 self.experts.tails.begin(tails, micro_batches, receives, training=training)
             self.runtime.run(program)
             self.link.release()
+            if self.attention is not None:
+                self.attention.settle()
             return [] if self.attention is None else self.attention.results
         finally:
             for role in (self.attention, self.experts):

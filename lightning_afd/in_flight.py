@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_afd.model.coroutine import Segment
 from lightning_afd.model.input_first import WeightGradients
+from lightning_afd.model.routing import Routing
 from lightning_afd.segments import Gradients, MicroBatch
 from lightning_afd.sent import Sent
 
@@ -20,6 +21,8 @@ class InFlight:
     put_off: dict[int, WeightGradients] = field(default_factory=dict)
     """Weight gradients of segments whose input gradients are done; they outlive `work`."""
     segment: Segment | None = None
+    routing: Routing | None = None
+    """Where the tokens of `segment` go, as far as the device has found out."""
     sent: dict[int, Sent] = field(default_factory=dict)
     """Routes of own layers, and of the layers before own segments."""
     base_TH: Tensor | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_afd.cost.hardware import Device
+from lightning_afd.model.experts import has_fast_grouped_mm
 from lightning_afd.model.grouped import grouped_linear, sort_rows
 
 FEW_ROWS = 16
@@ -55,7 +56,7 @@ def _grouped_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     x = _random(device, dtype, 2 * size, size)
     w = _random(device, dtype, EXPERTS, size, size)
     idx = torch.arange(2 * size, device=device)[:, None] % EXPERTS
-    rows = sort_rows(idx, EXPERTS, device.type == "cuda")
+    rows = sort_rows(idx, EXPERTS, has_fast_grouped_mm(x))
     return 2 * x.numel() * size / _seconds(lambda: grouped_linear(x, w, rows), device)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_afd.device import HostValues
 from lightning_afd.model.place import is_owned
 from lightning_afd.transport.base import Collectives
 
@@ -42,14 +43,12 @@ def measure_norm(
 ) -> GlobalNorm:
     """The norm over all ranks; `counts` is False for parameters of which an earlier rank holds a copy.
 
-    One exchange of two numbers per rank.
+    One exchange of two numbers per rank, and before it one copy of both from the device, the only wait for it.
     """
-    squares = _squares(parameters)
-    total = sum(square for square, p in zip(squares.tolist(), parameters, strict=False) if counts(p))
-    bad = -1
-    if not math.isfinite(squares.sum().item()):
-        bad = int((~squares.isfinite()).nonzero()[0])
-    everyone = collectives.all_gather([total, float(bad)])
+    numbers = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
+    counted = [counts(parameters[number]) for number in numbers]
+    total, place = HostValues(_total_and_first_bad(_squares(parameters), counted)).wait() if numbers else (0.0, -1.0)
+    everyone = collectives.all_gather([total, numbers[int(place)] if place >= 0 else -1.0])
     culprit = next(((rank, int(number)) for rank, (_, number) in enumerate(everyone) if number >= 0), None)
     return GlobalNorm(math.sqrt(sum(square for square, _ in everyone)), culprit)
 
@@ -62,19 +61,23 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: float, max_norm: floa
         torch._foreach_mul_(grads, factor)
 
 
-def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Sum of squares per parameter (float64, on the host after one transfer); 0 where there is no gradient.
+def _squares(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Sum of squares (float64) of each gradient that there is.
 
     Norms are float32 at least: one of half precision would overflow at 65504.
     """
-    squares = torch.zeros(max(1, len(parameters)), dtype=torch.float64)
-    numbers = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
     grads = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if grads:
-        double = any(grad.dtype == torch.float64 for grad in grads)
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float64 if double else torch.float32)
-        squares[numbers] = torch.stack(norms).to(torch.float64).square().cpu()
-    return squares
+    double = any(grad.dtype == torch.float64 for grad in grads)
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float64 if double else torch.float32)
+    return [norm.to(torch.float64).square() for norm in norms]
+
+
+def _total_and_first_bad(squares: Sequence[Tensor], counted: Sequence[bool]) -> Tensor:
+    """The sum of those that count, and the place of the first one of all that is not finite, or -1; on the device."""
+    adding = [square for square, counts in zip(squares, counted, strict=True) if counts]
+    total = torch.stack(adding).sum() if adding else torch.zeros_like(squares[0])
+    bad = ~torch.stack(list(squares)).isfinite()
+    return torch.stack([total, (bad.int().argmax() + 1) * bad.any() - 1.0])
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.recompute import Recompute
+from lightning_afd.model.routing import CAPACITIES, Capacity
 from lightning_afd.model.shared import SharedPlace
 from lightning_afd.model.split import MoELayer, find_moe_layers, wants_router_logits, with_shared_experts
 from lightning_afd.placement import ExpertMap, Layout
@@ -40,6 +41,8 @@ class Plan:
     """Which ranks compute shared experts: each A rank those of its tokens, or F ranks beside the routed ones."""
     dedup: bool = True
     """Whether a token is sent once to each F rank that it visits, or once per expert."""
+    capacity: Capacity = "counted"
+    """Whether only tokens travel that have to, which must be counted, or each one to every F rank ("full")."""
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss of every MoE layer."""
     expert_bias_rate: float = 0.0
@@ -70,6 +73,10 @@ class Plan:
         for name in ("router_z_loss", "expert_bias_rate"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise PlanError(f"{name}={getattr(self, name)}: choose 0 (off) or a positive number")
+        if self.capacity not in CAPACITIES:
+            raise PlanError(f"capacity={self.capacity!r}: choose {' or '.join(map(repr, CAPACITIES))}")
+        if self.capacity == "full" and not self.dedup:
+            raise PlanError("capacity='full' sends each token once to every F rank: use dedup=True")
         self.knobs.check(self.layout)
         self._check_layout()
         fewest = min(self.experts)

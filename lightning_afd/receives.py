@@ -40,7 +40,9 @@ class Receives:
     def take(self, action: Action) -> list[Posted]:
         """What has been posted for an action, by sender (Peers.senders)."""
         self._post_until(self._block_of[action] + AHEAD)
-        return self._posted.pop(action)
+        posted = self._posted.pop(action)
+        self._link.open(posted)
+        return posted
 
     def _post_until(self, end: int) -> None:
         while self._next <= min(end, len(self._blocks) - 1):

@@ -32,6 +32,8 @@ class Runtime:
         self._chunk_marks: list[Any] = []
         """Start and end of each chunk."""
         self._current: tuple[Action | None, float] = None, time.perf_counter()
+        self.would_wait: Callable[[Action], bool] = lambda action: False
+        """Whether an action would keep the host waiting for the device, as CUDA may where counts are not there yet."""
 
     def run(self, program: Sequence[Step]) -> None:
         """Execute the steps in order; an exception gets a note with rank, role, layer and micro-batch."""
@@ -39,7 +41,7 @@ class Runtime:
         self._chunks, self._chunk_marks = [], []
         self._measured_by.begin()
         now, mark = time.perf_counter, self._measured_by.mark
-        for step in program:
+        for step in self._in_order(program):
             action = step.action
             self._current = action, now()
             start = mark()
@@ -52,6 +54,29 @@ class Runtime:
                 self._marks += start, mark()
                 self._steps.append(step)
         self._current = None, now()
+
+    def _in_order(self, program: Sequence[Step]) -> Iterator[Step]:
+        """The steps of a program; a dispatch that would wait for the device lets the next computation go first.
+
+        Only one of another micro-batch, and no transfer: those keep their order, and nobody waits for what is put off.
+        A hop of the same layer, which needs the same counts, waits with it.
+        """
+        late: list[Step] = []
+        for step in program:
+            if late and _goes_with(step.action, late[0].action):
+                late.append(step)
+                continue
+            overtakes = bool(late) and _may_overtake(step.action, late[0].action)
+            if not overtakes:
+                yield from late
+                late.clear()
+                if self.would_wait(step.action):
+                    late.append(step)
+                    continue
+            yield step
+            yield from late
+            late.clear()
+        yield from late
 
     @contextmanager
     def reducing(self, nbytes: int) -> Iterator[None]:
@@ -93,3 +118,14 @@ class Runtime:
     def current(self) -> tuple[Action | None, float]:
         """The action in work, None between programs, and since when (perf_counter); may be read by any thread."""
         return self._current
+
+
+def _may_overtake(action: Action, late: Action) -> bool:
+    """Whether an action may be launched before one that stands in front of it."""
+    return action.op in "AET" and action.micro_batch != late.micro_batch
+
+
+def _goes_with(action: Action, late: Action) -> bool:
+    """Whether an action sends, beside a dispatch, what another rank needs to combine it."""
+    same = (action.layer, action.phase, action.micro_batch) == (late.layer, late.phase, late.micro_batch)
+    return action.op in "HL" and same

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_afd.model.router_output import RouterOutput
 from lightning_afd.model.routing import Route, empty_route
 from lightning_afd.schedule.actions import Action, Phase
-from lightning_afd.transport.link import Link, Posted
+from lightning_afd.transport.link import Link, Parcel, Posted
 from lightning_afd.transport.wire import Section, code_of, dtype_of, message_bytes
 
 
@@ -82,22 +82,26 @@ def send_copies(link: Link, action: Action, peers: Sequence[int], sent: Sent, ro
     route, most = sent.route, message_bytes(sent.sections(sent.most))
     w_rows, weight_C = route.weights(w_TK)
     parts = zip(*map(route.split, (route.token_C, weight_C, route.idx_CK)), strict=True)
+    parcels: list[Parcel] = []
     for peer, (token_c, weight_c, idx_ck) in zip(peers, parts, strict=True):
         message, (x_cH, w_ck, ids_ck) = link.allocate(action, sent.sections(token_c.shape[0]))
         torch.index_select(x_TH, 0, token_c, out=x_cH)
         torch.index_select(w_rows, 0, weight_c, out=w_ck)
         ids_ck.copy_(idx_ck[:, : sent.columns])
-        link.send(action, peer, message, most)
+        parcels.append((peer, message, most))
+    link.send_all(action, parcels)
 
 
 def send_gradients(link: Link, action: Action, peers: Sequence[int], sent: Sent, dY_TH: Tensor | None) -> None:
     """Send each F rank the gradients of what it has returned; None where no token was sent."""
     most = message_bytes([sent.rows(sent.most)])
+    parcels: list[Parcel] = []
     for peer, token_c in zip(peers, sent.route.split(sent.route.token_C), strict=True):
         message, (dY_cH,) = link.allocate(action, [sent.rows(token_c.shape[0])])
         if dY_TH is not None:
             torch.index_select(dY_TH, 0, token_c, out=dY_cH)
-        link.send(action, peer, message, most)
+        parcels.append((peer, message, most))
+    link.send_all(action, parcels)
 
 
 def pack_route(link: Link, action: Action, sent: Sent, base_TH: Tensor | None) -> Tensor:
@@ -108,7 +112,7 @@ def pack_route(link: Link, action: Action, sent: Sent, base_TH: Tensor | None) -
     sections = [
         Section(base.shape[0], base.shape[1], base.dtype),
         Section(route.token_C.shape[0], 1, torch.int64),
-        Section(len(figures), 1, torch.int64),
+        Section(len(figures), 1, torch.int64, on_host=True),
     ]
     message, (view, token_view, figures_view) = link.allocate(action, sections)
     view.copy_(base)
@@ -129,7 +133,7 @@ def pack_hidden(link: Link, action: Action, h_TH: Tensor | None, routing: Router
     """The hidden states for a tail on another rank, and the pattern of the router outputs as text (bytes as int32)."""
     h = torch.zeros(0, 0, device=link.device) if h_TH is None else h_TH
     text = list("" if routing is None else routing.text().encode())
-    sections = [Section(h.shape[0], h.shape[1], h.dtype), Section(len(text), 1, torch.int32)]
+    sections = [Section(h.shape[0], h.shape[1], h.dtype), Section(len(text), 1, torch.int32, on_host=True)]
     message, (view, text_view) = link.allocate(action, sections)
     view.copy_(h)
     text_view.copy_(torch.tensor(text, dtype=torch.int32)[:, None])

@@ -23,7 +23,7 @@ from lightning_afd.placement import ExpertMap, Layout, Worker
 from lightning_afd.plan import make_plan
 from lightning_afd.reduction import StepGradients
 from lightning_afd.segments import UserStep
-from lightning_afd.transport.local import LocalNetwork, LocalTransport
+from lightning_afd.transport.local import LocalNetwork
 
 Batches = Sequence[Sequence[Tensor]]
 Gradients = dict[str, Tensor]
@@ -45,7 +45,7 @@ class Outcome:
 
 
 class LocalJob:
-    """The ranks of one job, each with its own part of a copy of `model`; `choices` are further fields of the Plan."""
+    """The ranks of one job on the model's device, each with its part of a copy; `choices` are fields of the Plan."""
 
     def __init__(
         self,
@@ -64,13 +64,14 @@ class LocalJob:
         self.models: list[nn.Module] = []
         self._gradients: list[StepGradients] = []
         self._whole = model
+        device = next(model.parameters()).device
         for rank in range(layout.world):
             own = copy.deepcopy(model)
-            transport = LocalTransport(self.network, rank)
+            transport = self.network.transport(rank)
             plan, layers = make_plan(own, layout, **{"order": order, "micro_batches": 4, **choices})
             engine = Engine(plan, rank, transport, transport)
             engine.place(own, layers)
-            engine.connect(own, layers, torch.device("cpu"))
+            engine.connect(own, layers, device)
             self.engines.append(engine)
             self.models.append(own)
             owned = [parameter for _, parameter in owned_parameters(own)]

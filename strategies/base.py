@@ -23,6 +23,7 @@ from lightning_afd.strategies.notes import Activity
 from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
 from lightning_afd.strategies.watch import activity_of
+from lightning_afd.transport.nccl import transport_of
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class RankedStrategy(ParallelStrategy):
     def connect_ranks(self) -> None:
         """Collective: the groups in which the ranks talk during a step."""
         self._groups = ProcessGroups(self.layout, self.global_rank, self._timeout)
-        self.transport = P2PTransport(self._groups, self.root_device)
+        self.transport = transport_of(self._groups, self.root_device)
         self._groups.warm(self.root_device)
 
     def _set_world_ranks(self) -> None:

@@ -240,4 +240,4 @@ def _loss_of(result: Any) -> Tensor:
 
 
 def _loss_value(result: Any) -> Tensor:
-    return _loss_of(result).detach().cpu()
+    return _loss_of(result).detach()

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning_afd.model.recompute import CHOICES, Recompute
+from lightning_afd.model.routing import CAPACITIES, Capacity
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout, Sharding
 from lightning_afd.strategies.nics import NicsOfRoles, checked_nics
@@ -46,6 +47,9 @@ class TrainingConfig:
     dedup: Dedup = True
     """Whether a token travels once to each rank that has experts for it, or once per expert (False), as in an
     all-to-all; "node": once to each node that has some, inside of which FFN ranks spread it."""
+    capacity: Capacity = "counted"
+    """"counted": only tokens travel that have to; "full": each one travels to every rank with experts, where it may
+    find none of its own, so that no rank waits for its GPU to count rows."""
     expert_bias_rate: float = 0.0
     """By how much the bias of each expert moves after an optimizer step, against its load; 0 leaves it alone.
 
@@ -89,6 +93,9 @@ class TrainingConfig:
         check_choice("dedup", str(self.dedup), ("True", "node", "False"))
         check_choice("recompute", self.recompute, self.recompute_choices)
         check_choice("on_nonfinite", self.on_nonfinite, ("error", "skip"))
+        check_choice("capacity", self.capacity, CAPACITIES)
+        if self.capacity == "full" and self.dedup is not True:
+            raise MisconfigurationException("capacity='full' sends each token once to every rank: use dedup=True")
         if self.micro_batches != "auto" and self.micro_batches < 1:
             raise MisconfigurationException(f"micro_batches={self.micro_batches}: at least 1 is needed")
         if self.trace < 0:
@@ -113,7 +120,7 @@ class TrainingConfig:
     def choices(self, arrangement: Arrangement) -> dict[str, Any]:
         """The fields of a Plan that follow from the options, whatever the layout."""
         decided = ("order", "micro_batches", "recompute", "recompute_experts")
-        own = {name: getattr(self, name) for name in ("router_z_loss", "expert_bias_rate")}
+        own = {name: getattr(self, name) for name in ("capacity", "router_z_loss", "expert_bias_rate")}
         return own | {"dedup": bool(self.dedup)} | {name: getattr(arrangement, name) for name in decided}
 
     @property

@@ -24,6 +24,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     ranks.stop()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked gpu need one."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and torch sees none")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Add what the ranks wrote to the report of a failed test."""

@@ -54,8 +54,8 @@ def eager(module: nn.Module, case: Case) -> Result:
 
 def local_ids(idx: Tensor, owned: Sequence[int]) -> Tensor:
     """Global expert ids to positions in `owned`, -1 elsewhere."""
-    table = torch.full((64,), -1)
-    table[torch.tensor(owned, dtype=torch.long)] = torch.arange(len(owned))
+    table = torch.full((64,), -1, device=idx.device)
+    table[torch.tensor(owned, dtype=torch.long, device=idx.device)] = torch.arange(len(owned), device=idx.device)
     return table[idx]
 
 

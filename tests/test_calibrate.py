@@ -167,6 +167,40 @@ def test_a_link_is_measured() -> None:
     assert (found.gb_per_s, found.latency_us, found.half_kib) == pytest.approx((2.5, 40.0, 30.0))
 
 
+class Noting:
+    """Mail that writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def post(self, peer: int, nbytes: int) -> Any:
+        self.log.append("post")
+        return self
+
+    def send(self, peer: int, message: torch.Tensor) -> Any:
+        self.log.append("send")
+        return self
+
+    def wait(self) -> None:
+        self.log.append("wait")
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "order"),
+    [
+        ("cpu", 0, "post send wait wait"),
+        ("cpu", 1, "post wait send wait"),
+        ("meta", 0, "send post wait wait"),
+        ("meta", 1, "post wait send wait"),
+    ],
+)
+def test_devices_with_queues_get_messages_in_the_order_of_their_travel(device: str, rank: int, order: str) -> None:
+    """On a GPU a receive that is posted before a send to the same rank would hold that up."""
+    mail = Noting()
+    measure_pair(mail, rank, 1 - rank, torch.device(device), lambda: 0.0)
+    assert mail.log[:4] == order.split()
+
+
 class Working:
     """A process whose clock runs on by a millisecond for each message that is sent or comes."""
 

@@ -215,6 +215,8 @@ def test_parameters_live_on_one_rank_of_each_kind(sizes: dict[str, Any]) -> None
     [
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"micro_batches": 4097}, "1 to 4096"),
+        ({"capacity": "half"}, "'counted' or 'full'"),
+        ({"capacity": "full", "dedup": False}, "use dedup=True"),
         ({"layout": Layout(attention=1, ffn=5)}, "ffn=5 F ranks for 4 experts"),
     ],
 )

@@ -76,13 +76,13 @@ def test_counts_of_a_window_are_those_of_plain_routers(groups: int, recompute: s
 
 def test_counting_in_a_recompute_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each dispatch counted twice."""
-    route = AttentionRank._route
+    begin = AttentionRank._begin_routing
 
     def twice(rank: AttentionRank, layer: int, segment: Any) -> Any:
-        route(rank, layer, segment)
-        return route(rank, layer, segment)
+        begin(rank, layer, segment)
+        return begin(rank, layer, segment)
 
-    monkeypatch.setattr(AttentionRank, "_route", twice)
+    monkeypatch.setattr(AttentionRank, "_begin_routing", twice)
     model, data = tiny().double(), batches(1, 0)
     job = LocalJob(model, Layout(attention=1, ffn=1))
     for engine in job.engines:

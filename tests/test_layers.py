@@ -36,7 +36,18 @@ PURE = (
     *("cost", "backlog", "lanes", "simulate", "baselines", "allocate", "tune", "report"),
 )
 TORCH = (
-    *("model", "transport", "expert_load", "flattened", "batch", "documents", "segments", "sent", "gradients"),
+    *(
+        "device",
+        "model",
+        "transport",
+        "expert_load",
+        "flattened",
+        "batch",
+        "documents",
+        "segments",
+        "sent",
+        "gradients",
+    ),
     *("reduction", "optimizer", "plan"),
     *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank"),
     *("asked", "ffn_rank", "node_relay"),

@@ -151,8 +151,8 @@ def dispatched(job: LocalJob, channel: str) -> Counter[tuple[int, int]]:
 def test_one_copy_per_node_travels(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of every dispatch between every pair of ranks, from the experts of each token alone."""
     seen: list[tuple[Any, Tensor]] = []
-    route = routing.Router.route
-    monkeypatch.setattr(routing.Router, "route", lambda own, idx: (seen.append((own, idx)), route(own, idx))[1])
+    begin = routing.Router.begin
+    monkeypatch.setattr(routing.Router, "begin", lambda own, idx: (seen.append((own, idx)), begin(own, idx))[1])
     model, batches = model_of(layers=1, top_k=3), make_batches(layout.attention, 2)
     job = LocalJob(model, layout)
     job.step(batches)

@@ -98,3 +98,22 @@ def test_sequential_order_has_nothing_to_do_meanwhile() -> None:
     assert str(failure.value) == "deadlock: rank 0 waits for C0f0 from rank 1; rank 1 waits for D1f0 from rank 0"
     assert withheld.times > 0
     assert withheld.done() == ["A0f0", "D0f0"]
+
+
+@pytest.mark.parametrize(
+    ("program", "launched"),
+    [
+        ("A0f0 D0f0 A0f1 D0f1 C0f0", "A0f0 A0f1 D0f0 D0f1 C0f0"),
+        ("A0f0 D0f0 H0f0 L0f0 A0f1 D0f1", "A0f0 A0f1 D0f0 H0f0 L0f0 D0f1"),
+        ("A0f0 D0f0 C0f0 A1f0 D1f0", "A0f0 D0f0 C0f0 A1f0 D1f0"),  # a transfer in between, then the same micro-batch
+        ("A0f0 D0f0 E0f1 S0b0 D1f1 S0b1 A1f2", "A0f0 E0f1 D0f0 S0b0 D1f1 S0b1 A1f2"),
+        ("A0f0 D0f0 D0b1 A0f1", "A0f0 D0f0 D0b1 A0f1"),
+    ],
+)
+def test_a_dispatch_that_would_wait_lets_one_computation_go_first(program: str, launched: str) -> None:
+    runtime = Runtime(0, {})
+    runtime.would_wait = lambda action: (action.op, action.phase) == ("D", "f")
+    order = [Step(A0, Action.parse(name)) for name in program.split()]
+    assert " ".join(str(step.action) for step in runtime._in_order(order)) == launched
+    runtime.would_wait = lambda action: False
+    assert list(runtime._in_order(order)) == order

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_afd.bench.workload import Workload
 from lightning_afd.placement import Layout
+from lightning_afd.transport.nccl import transport_of
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 Step = Callable[[], float]
@@ -86,7 +87,7 @@ class Job:
             groups = ProcessGroups(layout, self.rank, self._timeout)
             groups.warm(self.device)
             self._groups[layout] = groups
-            self._transports[layout] = P2PTransport(groups, self.device)
+            self._transports[layout] = transport_of(groups, self.device)
         return self._transports[layout]
 
     def rows(self, step: int, index: int, replicas: int) -> Tensor:

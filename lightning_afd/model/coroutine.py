@@ -18,6 +18,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
+from lightning_afd.device import HostValues
 from lightning_afd.errors import PlanError
 from lightning_afd.model.context import context_state, difference
 from lightning_afd.model.router_output import RouterOutput
@@ -153,6 +154,7 @@ class Host:
         """The segment whose layers a backward may compute again."""
         self.divided: set[int] = set()
         """Segments whose backward has been run in two parts, inputs first."""
+        self._doubts: list[tuple[HostValues, Exception]] = []
         self.undivided: set[int] = set()
         """Segments of which it is known that their backward is better run as a whole."""
 
@@ -164,6 +166,20 @@ class Host:
         """Context of a segment's backward: ports that are called by a recompute stay silent."""
         with SetAttribute(self, "in_backward", True), SetAttribute(self, "recomputed", segment):
             yield
+
+    def refuse_if(self, wrong: Tensor, error: Exception) -> None:
+        """Raise `error` where `wrong` is true: now, or in `settle` where the device has yet to find out."""
+        found = HostValues(wrong)
+        self._doubts.append((found, error))
+        if found.are_there():
+            self.settle()
+
+    def settle(self) -> None:
+        """Raise the first error of `refuse_if` that has come true; to be called behind a step."""
+        doubts, self._doubts = self._doubts, []
+        for found, error in doubts:
+            if found.wait():
+                raise error
 
     def require(self, name: str) -> Coroutine:
         """The running coroutine; PlanError where a layer is called outside of a step."""

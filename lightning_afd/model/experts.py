@@ -17,7 +17,8 @@ from lightning_afd.model.grouped import Rows, grouped_linear, grouped_outer_, so
 from lightning_afd.placement import ExpertRows
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
-_GROUPED_DTYPES = (torch.bfloat16, torch.float16)
+_GROUPED_DTYPES = (torch.bfloat16,)
+_GROUPED_MAJORS = (9, 10)  # compute capabilities for which torch has CUTLASS kernels
 _ALIGNMENT = 16  # bytes; F.grouped_mm refuses other row strides
 
 Payload = TypeVar("Payload")
@@ -307,8 +308,12 @@ class ExpertShard:
         if self._grouped is not None:
             return self._grouped
         widths = {*self._up.weight.shape[1:], *self._down.weight.shape[1:]}
-        aligned = all(width * x_TH.element_size() % _ALIGNMENT == 0 for width in widths)
-        return x_TH.is_cuda and x_TH.dtype in _GROUPED_DTYPES and aligned
+        return has_fast_grouped_mm(x_TH) and all(width * x_TH.element_size() % _ALIGNMENT == 0 for width in widths)
+
+
+def has_fast_grouped_mm(x: Tensor) -> bool:
+    """Whether torch has a grouped kernel for such rows; its substitute copies the ends to the host and loops there."""
+    return x.is_cuda and x.dtype in _GROUPED_DTYPES and torch.cuda.get_device_capability(x.device)[0] in _GROUPED_MAJORS
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

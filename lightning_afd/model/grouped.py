@@ -64,7 +64,7 @@ def sort_rows(idx_TK: Tensor, experts: int, grouped: bool) -> Rows:
     """Sort the slots of local experts (0 to experts - 1, foreign ones -1) by expert, in token order within each."""
     shape = (idx_TK.shape[0], idx_TK.shape[1])
     id_S = idx_TK.reshape(-1).long()
-    expert_R, slot_R = torch.where(id_S < 0, experts, id_S).sort(stable=True)
+    expert_R, slot_R = id_S.masked_fill(id_S < 0, experts).sort(stable=True)
     token_R = slot_R // max(shape[1], 1)
     if not grouped:
         ends = _host_ends(id_S, experts)

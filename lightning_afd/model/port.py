@@ -113,11 +113,13 @@ class Port:
     def _compare(self, segment: Segment | None, idx_TK: Tensor) -> None:
         if segment is None or segment.layer != self._index or segment.idx_TK is None:
             return
-        if not torch.equal(idx_TK, segment.idx_TK):
-            raise CheckpointError(
-                f"{self._name} chose other experts in its recompute than in its forward: the gradients would be wrong; "
-                "make the routing deterministic, or recompute attention only"
-            )
+        error = CheckpointError(
+            f"{self._name} chose other experts in its recompute than in its forward: the gradients would be wrong; "
+            "make the routing deterministic, or recompute attention only"
+        )
+        if idx_TK.shape != segment.idx_TK.shape:
+            raise error
+        self._cut.host.refuse_if((idx_TK != segment.idx_TK).any(), error)
 
     def _record(self, segment: Segment, x_TH: Tensor, idx_TK: Tensor, w_TK: Tensor) -> Segment:
         if segment.layer != self._index or segment.x_TH is not None:

@@ -2,17 +2,26 @@
 
 Shapes: T tokens, H hidden, K experts per token, N F ranks of the group, C = sum of copies (token, F rank). Without
 dedup there is one copy per expert, as in a plain all-to-all: C = T * K copies (token, slot), each with one expert.
+
+How many copies there are, only the device knows at first. So routing has two parts, between which other work can be
+launched; nothing in either waits for the device but for the counts (no nonzero, mask index, unique or bincount).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_afd.device import HostValues
 from lightning_afd.placement import ExpertMap
+
+Capacity = Literal["counted", "full"]
+CAPACITIES: tuple[Capacity, ...] = ("counted", "full")
+"""Which tokens travel to an F rank: those that have to, which somebody must count, or all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +69,29 @@ class Route:
         return out_TW
 
 
+class Routing:
+    """A route whose copies are being counted on the device."""
+
+    def __init__(self, counts: HostValues | None, finish: Callable[[tuple[int, ...]], Route]) -> None:
+        """`counts` gives the copies per F rank; None where they are known beforehand."""
+        self._counts = counts
+        self._finish = finish
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        return self._counts is None or self._counts.are_there()
+
+    @property
+    def mark(self) -> Any:
+        """The event (HostValues.mark) behind everything that the routing was made of."""
+        return None if self._counts is None else self._counts.mark
+
+    def finish(self) -> Route:
+        """Wait for the counts, and for nothing else that the device does."""
+        return self._finish(() if self._counts is None else tuple(self._counts.wait()))
+
+
 class Router:
     """Routes by one expert map; the tables live on the device of the tokens.
 
@@ -78,31 +110,61 @@ class Router:
         self._local_E = torch.tensor(expert_map.local_ids(), dtype=torch.int32, device=device)
 
     def route(self, idx_TK: Tensor) -> Route:
-        """Route tokens by their experts `idx_TK` (global ids); one transfer of counts to the host."""
-        tokens = idx_TK.shape[0]
+        """Route tokens by their experts `idx_TK` (global ids)."""
+        return self.begin(idx_TK).finish()
+
+    def begin(self, idx_TK: Tensor) -> Routing:
+        """The first part of `route`, which does not wait for the device."""
         owner_TK = self._owner_E[idx_TK]
         if not self._dedup:
-            return self._route_slots(idx_TK, owner_TK)
+            return self._begin_slots(idx_TK, owner_TK)
         hit_NT = self._hits(owner_TK)
-        rank_C, token_C = hit_NT.nonzero(as_tuple=True)
-        own_CK = owner_TK[token_C] == rank_C[:, None]
-        idx_CK = torch.where(own_CK, self._local_E[idx_TK[token_C]], -1)
-        if self._shared:
-            idx_CK = torch.cat([idx_CK, _turns(hit_NT)[rank_C, token_C, None]], 1)
-        return Route(tokens, token_C, idx_CK, tuple(hit_NT.sum(1).tolist()))
+        tokens, top_k = idx_TK.shape
+        most = tokens * min(self._ranks, top_k)
+        rank_C, token_C = torch.nonzero_static(hit_NT, size=most, fill_value=0).unbind(1)
+
+        def finish(counts: tuple[int, ...]) -> Route:
+            copies = rank_C[: sum(counts)], token_C[: sum(counts)]
+            return Route(tokens, copies[1], self._local_ids(idx_TK, owner_TK, hit_NT, copies), counts)
+
+        return Routing(HostValues(hit_NT.sum(1)), finish)
 
     def _hits(self, owner_TK: Tensor) -> Tensor:
         """Which F ranks each token visits [N, T]."""
         hit_NT = torch.zeros(self._ranks, len(owner_TK), dtype=torch.bool, device=owner_TK.device)
         return hit_NT.scatter_(0, owner_TK.t(), True)
 
-    def _route_slots(self, idx_TK: Tensor, owner_TK: Tensor) -> Route:
+    def _local_ids(self, idx_TK: Tensor, owner_TK: Tensor, hit_NT: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:
+        """Route.idx_CK of these copies (rank, token)."""
+        rank_C, token_C = copies
+        foreign_CK = owner_TK[token_C] != rank_C[:, None]
+        idx_CK = self._local_E[idx_TK[token_C]].masked_fill_(foreign_CK, -1)
+        return torch.cat([idx_CK, _turns(hit_NT)[rank_C, token_C, None]], 1) if self._shared else idx_CK
+
+    def _begin_slots(self, idx_TK: Tensor, owner_TK: Tensor) -> Routing:
         """One copy per (token, slot)."""
         tokens, top_k = idx_TK.shape
-        pair_C = owner_TK.flatten().argsort(stable=True)
+        owner_S = owner_TK.flatten()
+        pair_C = owner_S.argsort(stable=True)
         idx_C1 = self._local_E[idx_TK.flatten()[pair_C], None]
-        counts = torch.bincount(owner_TK.flatten(), minlength=self._ranks)
-        return Route(tokens, pair_C // top_k, idx_C1, tuple(counts.tolist()), pair_C)
+        counts_N = (owner_S == torch.arange(self._ranks, device=owner_S.device)[:, None]).sum(1)
+        return Routing(HostValues(counts_N), lambda counts: Route(tokens, pair_C // top_k, idx_C1, counts, pair_C))
+
+
+class FullRouter(Router):
+    """Sends each token to every F rank, so that nobody counts, or waits for, those that have to travel.
+
+    Where a rank has none of a token's experts it finds foreign slots only, and its sum is 0.
+    """
+
+    def begin(self, idx_TK: Tensor) -> Routing:
+        owner_TK, tokens = self._owner_E[idx_TK], len(idx_TK)
+        rank_NT = torch.arange(self._ranks, device=idx_TK.device)[:, None].expand(-1, tokens)
+        token_NT = torch.arange(tokens, device=idx_TK.device).expand(self._ranks, -1)
+        copies = rank_NT.reshape(-1), token_NT.reshape(-1)
+        idx_CK = self._local_ids(idx_TK, owner_TK, self._hits(owner_TK), copies)
+        route = Route(tokens, copies[1], idx_CK, (tokens,) * self._ranks)
+        return Routing(None, lambda _: route)
 
 
 class NodeRouter(Router):
@@ -130,7 +192,7 @@ class NodeRouter(Router):
 def _turns(hit_NT: Tensor) -> Tensor:
     """0 where a rank is the one of those hit by the token whose turn it is, token t's number t mod their count."""
     turn_T = torch.arange(hit_NT.shape[1], device=hit_NT.device) % hit_NT.sum(0).clamp_min(1)
-    return torch.where(hit_NT.cumsum(0) - 1 == turn_T, 0, -1).int()
+    return (hit_NT & (hit_NT.cumsum(0) - 1 == turn_T)).int() - 1
 
 
 def empty_route(ranks: int, device: torch.device) -> Route:

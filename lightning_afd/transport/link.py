@@ -4,6 +4,9 @@ The size of a message depends on the routing (that of a hop on the batch) and is
 the buffer has an agreed capacity: the largest one that the sender asked for in earlier steps. A message that does not
 fit (all of the first step) is announced by one without rows that says how much is needed.
 
+Such a receiver has to tell messages apart and to accept shorter ones: where the transport can do neither, messages are
+announced (transport/announced.py).
+
 What a rank of a collocated layout sends to itself is handed over as it is: no network, no capacity, no copy.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +38,9 @@ _UNTOLD: Mapping[Op, str] = {"D": "DXY", "C": "C", "X": "DCHLX", "Y": "DCHLY"}
 """Ops whose sends may be on their way when an op has arrived. A dispatch tells nothing about dispatches of a rank with
 both roles, nor a combine about combines, nor what comes from A ranks about what F ranks of a node do. Who sends in an
 exchange has taken all that was sent in those before it, but maybe not in this one."""
+
+Parcel = tuple[int, Any, int]
+"""Receiver, message of `Link.allocate`, and the size that others of its channel may need."""
 
 
 class Link:
@@ -72,8 +79,19 @@ class Link:
         """A message to be filled in through the returned views."""
         return allocate(self.stamp(action, self.rank), sections, self.device)
 
-    def send(self, action: Action, peer: int, message: Tensor, most: int) -> None:
+    def send(self, action: Action, peer: int, message: Any, most: int) -> None:
         """Send a message; `most` is the size that others of its channel may need."""
+        self.send_all(action, [(peer, message, most)])
+
+    def send_all(self, action: Action, parcels: Sequence[Parcel]) -> None:
+        """Send the messages of one action."""
+        for peer, message, most in parcels:
+            self._send_one(action, peer, message, most)
+
+    def open(self, posted: Sequence[Posted]) -> None:
+        """The messages of one action are about to be waited for; here their buffers have been offered before."""
+
+    def _send_one(self, action: Action, peer: int, message: Tensor, most: int) -> None:
         if peer == self.rank:
             self.hand_over(action, read(message, self.stamp(action, peer)))
             return
@@ -120,10 +138,14 @@ class Link:
         return self._transport.post(channel_of(action), peer, tag_of(action.layer, action.micro_batch, part), nbytes)
 
     def _send(self, action: Action, peer: int, part: int, message: Tensor) -> None:
-        self.payload_bytes += message.numel() - HEADER_BYTES
-        messages, nbytes = self.sent.get((channel_of(action), peer), (0, 0))
-        self.sent[channel_of(action), peer] = messages + 1, nbytes + message.numel()
+        self._count(channel_of(action), peer, message.numel(), message.numel() - HEADER_BYTES)
         self._transport.send(channel_of(action), peer, tag_of(action.layer, action.micro_batch, part), message)
+
+    def _count(self, channel: Channel, peer: int, size: int, payload: int) -> None:
+        """A message of so many bytes leaves, of which `payload` are rows."""
+        self.payload_bytes += payload
+        messages, nbytes = self.sent.get((channel, peer), (0, 0))
+        self.sent[channel, peer] = messages + 1, nbytes + size
 
 
 class _Capacities:
@@ -150,19 +172,19 @@ class Posted:
 
     def __init__(self, expected: Stamp, sections: Callable[[], list[Tensor]]) -> None:
         """`sections` waits for the message."""
-        self._expected, self._sections = expected, sections
+        self.expected, self._sections = expected, sections
 
     def wait(self) -> list[Tensor]:
         """The message's tensors, after its header has been checked."""
-        views, action = self._sections(), self._expected.action
+        views, action = self._sections(), self.expected.action
         if action.op in "DX" and action.phase == "f":
-            expect_dispatch(views, self._expected)
+            expect_dispatch(views, self.expected)
         return views
 
     def wait_for(self, sections: Sequence[Section]) -> list[Tensor]:
         """The tensors of a message whose rows are known by now, after they have been compared, too."""
         views = self.wait()
-        expect(views, sections, self._expected)
+        expect(views, sections, self.expected)
         return views
 
 

@@ -59,14 +59,21 @@ class LocalNetwork:
             raise ProtocolError(f"messages that nobody received: {'; '.join(left)}")
         return results
 
+    def transport(self, rank: int) -> LocalTransport:
+        """What a rank sends and receives by."""
+        return LocalTransport(self, rank)
+
+    def count(self, route: tuple[Channel, int, int], nbytes: int) -> None:
+        """A message has been sent from the second to the third."""
+        self._progress += 1
+        self.sent_bytes[route] = self.sent_bytes.get(route, 0) + nbytes
+
     def deliver(self, channel: Channel, sender: int, receiver: int, tag: int, message: Tensor) -> None:
         key = (channel, sender, receiver, tag)
         if key in self._mail:
             raise ProtocolError(f"two messages {name_of(channel, tag)} from rank {sender} to rank {receiver}")
         self._mail[key] = message
-        self._progress += 1
-        route = (channel, sender, receiver)
-        self.sent_bytes[route] = self.sent_bytes.get(route, 0) + message.numel()
+        self.count((channel, sender, receiver), message.numel())
 
     def take(self, channel: Channel, sender: int, receiver: int, tag: int) -> Tensor:
         """Wait for a message; `hold(channel, tag)` may keep it back while another rank can do something."""

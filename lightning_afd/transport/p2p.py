@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -16,48 +17,70 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_afd.placement import Layout
-from lightning_afd.transport.base import CHANNELS, GROUP_CHANNELS, NODE_CHANNELS, Channel, micro_batch_of
+from lightning_afd.transport.base import Channel, micro_batch_of
+from lightning_afd.transport.lanes import Lane, Lanes
 
+CPU = torch.device("cpu")
 _TAIL = -1
+CHANNEL_CTAS = 4
+"""Most thread blocks, and so streaming multiprocessors, that messages of a lane may occupy on a GPU at a time."""
 
 
 class ProcessGroups:
-    """The process groups of one job: one per channel, one for control messages, one per worker group.
+    """The process groups of one job: one per channel and lane, one for control messages, one per worker group.
 
-    Several A ranks have another one, `chunks`, for sums that travel beside messages of the step.
+    Several A ranks have another one, `chunks`, for sums that travel beside messages of the step. On GPUs messages are
+    announced from host to host, in `announcements`.
     """
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         everyone = list(range(layout.world))
-        names = CHANNELS if layout.attention_groups == 1 and layout.head == "attention" else CHANNELS + GROUP_CHANNELS
-        inside = NODE_CHANNELS if layout.spreads else ()
-        self.channels: dict[Channel, Any] = {
-            name: dist.new_group(everyone, timeout=timeout) for name in (*names, *inside)
-        }
-        # NCCL does what two ranks exchange in one group one after the other, both directions
-        both = names if layout.collocated else inside
-        self._back = self.channels | {name: dist.new_group(everyone, timeout=timeout) for name in both}
+        self._on_gpus = on_gpus = "nccl" in dist.get_backend_config()
+        self._lanes = Lanes(layout, queues=on_gpus)
+        ranks_of = self._lanes.all()
+        make = partial(_new_group, timeout=timeout, on_gpus=on_gpus)
+        self.channels: dict[Lane, Any] = {lane: make(ranks) for lane, ranks in ranks_of.items()}
         self.control = dist.new_group(everyone, timeout=timeout, backend="gloo")
+        self.announcements = dist.new_group(everyone, timeout=timeout, backend="gloo") if on_gpus else self.control
         self.replicas: Any = None
         self.chunks: Any = None
         for ranks in dict.fromkeys(layout.copies_of(other) for other in everyone):
             group = dist.new_group(list(ranks), timeout=timeout)
             on_the_way = len(ranks) > 1 and layout.worker_of(ranks[0]).role == "A"
-            chunks = dist.new_group(list(ranks), timeout=timeout) if on_the_way else group
+            chunks = make(list(ranks)) if on_the_way else group
             if rank in ranks:
                 self.replicas, self.chunks = group, chunks
-        others = [*self._back.values(), self.control, self.replicas, self.chunks]
-        self._all = list(dict.fromkeys([*self.channels.values(), *others]))
+        mine = [group for lane, group in self.channels.items() if rank in ranks_of[lane]]
+        others = [self.control, self.announcements, self.replicas, self.chunks]
+        self._all = list(dict.fromkeys([*mine, *others]))
 
     def between(self, channel: Channel, sender: int, receiver: int) -> Any:
         """The group of a channel for messages in this direction."""
-        return (self.channels if sender < receiver else self._back)[channel]
+        return self.channels[self._lanes.of(channel, sender, receiver)]
 
     def warm(self, device: torch.device) -> None:
         """One small collective per group, in the same order on all ranks: connections exist before the first step."""
         for group in self._all:
-            where = torch.device("cpu") if group is self.control else device
+            where = CPU if group in (self.control, self.announcements) else device
             dist.all_reduce(torch.zeros(1, device=where), group=group)
+        if self._on_gpus:
+            self.introduce(device)
+
+    def introduce(self, device: torch.device) -> None:
+        """A byte between all that will talk in a lane, all at once: NCCL connects two ranks when they first do so, and
+        keeps both hosts until then, for which a schedule has no room.
+        """
+        me = dist.get_rank()
+        for lane, group in self.channels.items():
+            talks = [talk for talk in self._lanes.talks(lane) if me in talk]
+            operations = [
+                dist.P2POp(dist.isend, torch.zeros(1, dtype=torch.uint8, device=device), receiver, group)
+                if sender == me
+                else dist.P2POp(dist.irecv, torch.zeros(1, dtype=torch.uint8, device=device), sender, group)
+                for sender, receiver in talks
+            ]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     def destroy(self) -> None:
         """Close all connections, as soon as no message that was posted or sent holds them."""
@@ -65,8 +88,7 @@ class ProcessGroups:
             dist.destroy_process_group(group)
         self._all.clear()
         self.channels.clear()
-        self._back.clear()
-        self.control = self.replicas = self.chunks = None
+        self.control = self.announcements = self.replicas = self.chunks = None
 
 
 class P2PTransport:
@@ -78,24 +100,28 @@ class P2PTransport:
         self._rank = dist.get_rank()
         self._sends: defaultdict[tuple[int, str], list[tuple[Any, Tensor]]] = defaultdict(list)
         """By micro-batch and op."""
-        self._posted: WeakSet[_Posted] = WeakSet()
+        self._posted: WeakSet[Posted] = WeakSet()
         self.sent_bytes = 0
 
-    def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> _Posted:
+    def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> Posted:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         group = self._groups.between(channel, peer, self._rank)
         work = dist.irecv(buffer, src=peer, group=group, tag=tag)
-        return self._track(_Posted(work, buffer))
+        return self.track(Posted(work, buffer))
 
-    def _track(self, posted: _Posted) -> _Posted:
+    def track(self, posted: Posted) -> Posted:
+        """Remember an open message, for `drop`."""
         self._posted.add(posted)
         return posted
 
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
-        group = self._groups.between(channel, self._rank, peer)
-        work = dist.isend(message, dst=peer, group=group, tag=tag)
+        self._send_in(self._groups.between(channel, self._rank, peer), channel, peer, (tag, tag), message)
+
+    def _send_in(self, group: Any, channel: Channel, peer: int, tags: tuple[int, int], message: Tensor) -> None:
+        """Send in a group, by the second of two tags, what `release` knows by the first one."""
+        work = dist.isend(message, dst=peer, group=group, tag=tags[1])
         # Router logits are taken only before the tail, which later messages of the micro-batch do not tell about.
-        key = _TAIL if channel in ("Lf", "Lb") else micro_batch_of(tag)
+        key = _TAIL if channel in ("Lf", "Lb") else micro_batch_of(tags[0])
         self._sends[key, channel[0]].append((work, message))
         self.sent_bytes += message.numel()
 
@@ -135,22 +161,24 @@ class P2PTransport:
         dist.recv_object_list(box, src=sender, group=self._groups.control)
         return box[0]
 
-    def start_sum(self, tensor: Tensor) -> _Posted:
+    def start_sum(self, tensor: Tensor) -> Posted:
         work = dist.all_reduce(tensor, group=self._groups.control, async_op=True)
-        return self._track(_Posted(work, tensor))
+        return self.track(Posted(work, tensor))
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups.replicas)
 
-    def start_sum_over_replicas(self, tensor: Tensor) -> _Posted:
+    def start_sum_over_replicas(self, tensor: Tensor) -> Posted:
         work = dist.all_reduce(tensor, group=self._groups.chunks, async_op=True)
-        return self._track(_Posted(work, tensor))
+        return self.track(Posted(work, tensor))
 
     def copy_from_first_replica(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group_src=0, group=self._groups.replicas)
 
 
-class _Posted:
+class Posted:
+    """A message or a sum that has been started in a process group."""
+
     def __init__(self, work: Any, buffer: Tensor) -> None:
         self._work, self._buffer = work, buffer
 
@@ -163,3 +191,13 @@ class _Posted:
 
     def drop(self) -> None:
         self._work = None
+
+
+def _new_group(ranks: list[int], *, timeout: timedelta, on_gpus: bool) -> Any:
+    """A group whose messages or sums run beside computations: on a GPU they get few thread blocks, but go first."""
+    options = None
+    if on_gpus:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        options.config.min_ctas, options.config.max_ctas = 1, CHANNEL_CTAS
+    return dist.new_group(ranks, timeout=timeout, pg_options=options)

@@ -7,7 +7,7 @@ what it carries, and the receiver compares before it touches a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ HEADER_BYTES = 8 * FIELDS
 ALIGNMENT = 16
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+_ON_HOST = 32
+"""Added to the number of a dtype where a section travels with an announcement."""
 _OPS = "ADECHLXY"
 _PHASES = "fbw"
 
@@ -47,6 +49,8 @@ class Section:
     rows: int
     columns: int
     dtype: torch.dtype
+    on_host: bool = field(default=False, compare=False)
+    """Whether the receiver needs the values on its host; where messages are announced, the announcement has them."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +67,25 @@ def allocate(stamp: Stamp, sections: Sequence[Section], device: torch.device) ->
     """A new message with its header filled in, and views of its sections to write rows into."""
     message = torch.empty(message_bytes(sections), dtype=torch.uint8, device=device)
     message[:HEADER_BYTES] = _header(stamp, sections, need=0).view(torch.uint8).to(device)
-    return message, _views(message, sections)
+    return message, views(message, sections, _start())
+
+
+def announce(stamp: Stamp, sections: Sequence[Section]) -> tuple[Tensor, list[Tensor]]:
+    """A message on the host that says what another one will carry, and views of the sections that go with it."""
+    carried = [section for section in sections if section.on_host]
+    message = torch.empty(message_bytes(carried), dtype=torch.uint8)
+    message[:HEADER_BYTES] = _header(stamp, sections, need=0).view(torch.uint8)
+    return message, views(message, carried, _start())
+
+
+def read_announcement(message: Tensor, expected: Stamp) -> tuple[list[Section], list[Tensor]]:
+    """The sections that it announces, and those among them that it carries; errors are those of `read`."""
+    fields = _fields(message, expected)
+    _compare(fields, expected)
+    sections = _sections(fields, expected)
+    carried = [section for section in sections if section.on_host]
+    _check_sizes(sections, message_bytes(carried), message.numel(), expected)
+    return sections, views(message, carried, _start())
 
 
 def too_small(stamp: Stamp, need: int, device: torch.device) -> Tensor:
@@ -87,17 +109,19 @@ def read(message: Tensor, expected: Stamp) -> list[Tensor]:
     """
     fields = _fields(message, expected)
     _compare(fields, expected)
-    try:
-        sections = [
-            Section(rows, columns, _DTYPES[code])
-            for rows, columns, code in zip(fields[11::3], fields[12::3], fields[13::3], strict=True)
-            if code >= 0
-        ]
-    except IndexError:
-        raise _error(expected, f"a known dtype, received header {fields}") from None
-    if any(s.rows < 0 or s.columns < 0 for s in sections) or message_bytes(sections) > message.numel():
-        raise _error(expected, f"at most {message.numel()} bytes, received sections {sections}")
-    return _views(message, sections)
+    sections = _sections(fields, expected)
+    _check_sizes(sections, message_bytes(sections), message.numel(), expected)
+    return views(message, sections, _start())
+
+
+def views(message: Tensor, sections: Sequence[Section], start: int = 0) -> list[Tensor]:
+    """The sections [rows, columns] of a flat uint8 tensor that lie one behind the other from byte `start` on."""
+    found = []
+    for section in sections:
+        raw = section.rows * section.columns * section.dtype.itemsize
+        found.append(message[start : start + raw].view(section.dtype).view(section.rows, section.columns))
+        start += section.nbytes
+    return found
 
 
 def expect(views: Sequence[Tensor], sections: Sequence[Section], expected: Stamp) -> None:
@@ -134,7 +158,7 @@ def _header(stamp: Stamp, sections: Sequence[Section], need: int) -> Tensor:
     fields = [MAGIC, stamp.step, stamp.attempt, stamp.map_version, _OPS.index(action.op), _PHASES.index(action.phase)]
     fields += [action.layer, action.micro_batch, stamp.sender, len(sections), need]
     for section in sections:
-        fields += [section.rows, section.columns, _DTYPES.index(section.dtype)]
+        fields += [section.rows, section.columns, code_of(section.dtype) + _ON_HOST * section.on_host]
     fields += [0, 0, -1] * (SECTIONS - len(sections))
     return torch.tensor(fields, dtype=torch.int64)
 
@@ -143,6 +167,24 @@ def _fields(message: Tensor, expected: Stamp) -> list[int]:
     if message.dtype != torch.uint8 or message.numel() < HEADER_BYTES:
         raise _error(expected, f"a header of {HEADER_BYTES} bytes, received {message.numel()} of {message.dtype}")
     return message[:HEADER_BYTES].view(torch.int64).tolist()
+
+
+def _sections(fields: list[int], expected: Stamp) -> list[Section]:
+    """What a header lists."""
+    listed = zip(fields[11::3], fields[12::3], fields[13::3], strict=True)
+    try:
+        return [
+            Section(rows, columns, _DTYPES[code % _ON_HOST if code < 2 * _ON_HOST else code], on_host=code >= _ON_HOST)
+            for rows, columns, code in listed
+            if code >= 0
+        ]
+    except IndexError:
+        raise _error(expected, f"a known dtype, received header {fields}") from None
+
+
+def _check_sizes(sections: list[Section], needed: int, nbytes: int, expected: Stamp) -> None:
+    if any(s.rows < 0 or s.columns < 0 for s in sections) or needed > nbytes:
+        raise _error(expected, f"at most {nbytes} bytes, received sections {sections}")
 
 
 def _compare(fields: list[int], expected: Stamp) -> None:
@@ -166,12 +208,3 @@ def _sentence(expected: Stamp, difference: str) -> str:
     action = expected.action
     place = f"{action} (layer {action.layer}, micro-batch {action.micro_batch})"
     return f"message {place} from rank {expected.sender}: expected {difference}"
-
-
-def _views(message: Tensor, sections: Sequence[Section]) -> list[Tensor]:
-    views, start = [], _start()
-    for section in sections:
-        raw = section.rows * section.columns * section.dtype.itemsize
-        views.append(message[start : start + raw].view(section.dtype).view(section.rows, section.columns))
-        start += section.nbytes
-    return views

@@ -23,7 +23,8 @@ from lightning_afd.reduction import StepGradients
 from lightning_afd.segments import UserStep
 from lightning_afd.strategies.base import RankedStrategy
 from lightning_afd.strategies.config import AFDConfig
-from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
+from lightning_afd.transport.nccl import transport_of
+from lightning_afd.transport.p2p import ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class StepTimer:
         layout = self._config.on_nodes(layout, self._strategy.num_processes)
         with self._groups(layout) as groups:
             device = self._strategy.root_device
-            transport = P2PTransport(groups, device)
+            transport = transport_of(groups, device)
             arrangement = replace(self._config.planned(self._timing.candidate), layout=layout)
             model = self._sample.copy()
             plan, layers = make_plan(model, layout, **self._config.choices(arrangement))

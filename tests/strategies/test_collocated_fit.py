@@ -65,7 +65,7 @@ def alone(pool: RankPool) -> Result:
         (2, "ep", {}),
         (2, "flowmoe", {}),
         (2, EPStrategy, {"order": "experts-only", "micro_batches": 3, "dedup": False, "recompute": "full"}),
-        (3, FlowMoEStrategy, {"recompute_experts": True}),
+        (3, FlowMoEStrategy, {"recompute_experts": True, "capacity": "full"}),
     ],
 )
 def test_by_name_or_with_options(
