@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_afd.device import HostValues
+from lightning_afd.device import HostValues, padded_places_of, places_of
+from lightning_afd.model import routing
 from lightning_afd.model.coroutine import Host
 from lightning_afd.model.routing import FullRouter, Router, Routing
 from lightning_afd.placement import ExpertMap
@@ -82,6 +83,7 @@ def test_a_doubt_is_settled_at_once_or_behind_the_step(monkeypatch: pytest.Monke
 
 
 def test_routing_begins_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "places_of", padded_places_of)
     monkeypatch.setattr(HostValues, "wait", lambda self: pytest.fail("waited for the device"))
     monkeypatch.setattr(Tensor, "tolist", lambda self: pytest.fail("waited for the device"))
     monkeypatch.setattr(Tensor, "item", lambda self: pytest.fail("waited for the device"))
@@ -92,6 +94,23 @@ def test_routing_begins_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None
     full = FullRouter(expert_map, 2, CPU).begin(idx_TK)
     assert full.is_counted and full.mark is None
     assert full.finish().counts == (2, 2)
+
+
+def test_places_are_those_of_nonzero_and_zeros_behind_them() -> None:
+    mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.3
+    places, padded = places_of(mask, 120), padded_places_of(mask, 120)
+    assert torch.equal(places, mask.nonzero()) and padded.shape == (120, 2)
+    assert torch.equal(padded[: len(places)], places) and not padded[len(places) :].any()
+
+
+def test_routes_are_the_same_on_devices_that_are_not_asked_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    idx_TK = torch.rand(50, 8, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :3]
+    router = Router(ExpertMap.contiguous(8, 3), 3, CPU, shared=True)
+    route = router.route(idx_TK)
+    monkeypatch.setattr(routing, "places_of", padded_places_of)
+    other = router.route(idx_TK)
+    assert route.counts == other.counts
+    assert torch.equal(route.token_C, other.token_C) and torch.equal(route.idx_CK, other.idx_CK)
 
 
 def test_a_full_route_sends_each_token_everywhere_and_only_its_own_slots_count() -> None:

@@ -1,7 +1,7 @@
 """A step asks its tensors for nothing that would keep the host waiting for a GPU, but for the counts of dispatches.
 
 On a CPU nothing has to be waited for, so the operations that would wait are looked for by name. Experts take the
-grouped kernel, as on GPUs.
+grouped kernel and routing its padded form, as on GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tiny import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_afd.device import HostValues
+from lightning_afd.device import HostValues, padded_places_of
+from lightning_afd.model import routing
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.routing import Router
 from lightning_afd.placement import Layout
@@ -91,6 +92,7 @@ def job_of(layout: Layout, order: str, **choices: Any) -> LocalJob:
 def second_step(monkeypatch: pytest.MonkeyPatch, job: LocalJob) -> list[str]:
     """What a step asks for whose layers have been looked at in a first one."""
     monkeypatch.setattr(ExpertShard, "_use_grouped", lambda self, x_TH: True)
+    monkeypatch.setattr(routing, "places_of", padded_places_of)
     batches, layout = make_batches(job.layout.attention, 3), job.layout
     ranks = [rank for rank in range(layout.world) if job.engines[rank].is_attention]
     work = [[user_step(job.models[r], ids, 0.2) for ids in batches[layout.index_of(r)]] for r in ranks]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_afd.device import HostValues
+from lightning_afd.device import HostValues, places_of
 from lightning_afd.placement import ExpertMap
 
 Capacity = Literal["counted", "full"]
@@ -121,7 +121,7 @@ class Router:
         hit_NT = self._hits(owner_TK)
         tokens, top_k = idx_TK.shape
         most = tokens * min(self._ranks, top_k)
-        rank_C, token_C = torch.nonzero_static(hit_NT, size=most, fill_value=0).unbind(1)
+        rank_C, token_C = places_of(hit_NT, most).unbind(1)
 
         def finish(counts: tuple[int, ...]) -> Route:
             copies = rank_C[: sum(counts)], token_C[: sum(counts)]
