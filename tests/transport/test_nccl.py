@@ -76,6 +76,7 @@ LAYOUTS = [
     Layout(attention=2, ffn=3),
     Layout(attention=1, ffn=2, groups=3),
     Layout(attention=2, ffn=1, groups=(1, 2), head="ffn"),
+    Layout(attention=1, ffn=3, groups=2, node_ranks=4),
     Layout.together(3),
 ]
 
@@ -86,7 +87,14 @@ def test_each_lane_has_one_order_of_messages(layout: Layout) -> None:
     lanes = Lanes(layout, queues=True)
     ranks = lanes.all()
     for layers in (1, 2, 5, 6):
-        shape = Shape(layers=layers, groups=layout.groups, micro_batches=1, router_logits=True, head=layout.head)
+        shape = Shape(
+            layers=layers,
+            groups=layout.groups,
+            micro_batches=1,
+            router_logits=True,
+            head=layout.head,
+            spreads=layout.spreads,
+        )
         for action in shape.actions():
             if action.is_transfer:
                 ends = shape.endpoints(action)
@@ -94,7 +102,8 @@ def test_each_lane_has_one_order_of_messages(layout: Layout) -> None:
                     lane = lanes.of(f"{action.op}{action.phase}", sender, receiver)  # type: ignore[arg-type]
                     assert {sender, receiver} <= set(ranks[lane])
                     assert sender == receiver or (sender, receiver) in lanes.talks(lane)
-                    assert lane[1] == (sender > receiver if layout.collocated else ends)
+                    up = sender < receiver
+                    assert lane[1] == (not up if layout.collocated else (*ends, action.is_exchange and not up))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -102,8 +111,10 @@ def test_over_gloo_a_channel_is_one_lane_or_two(layout: Layout) -> None:
     lanes = Lanes(layout, queues=False)
     everyone = list(range(layout.world))
     names = 8 if layout.attention_groups > 1 or layout.head == "ffn" else 4
-    assert list(lanes.all().values()) == [everyone] * names * (2 if layout.collocated else 1)
+    inside = 2 * 4 if layout.spreads else 0
+    assert list(lanes.all().values()) == [everyone] * (names * (2 if layout.collocated else 1) + inside)
     assert (lanes.of("Df", 0, 1) == lanes.of("Df", 1, 0)) != layout.collocated
+    assert lanes.of("Xf", 0, 1) != lanes.of("Xf", 1, 0)
 
 
 class Recorder:
