@@ -1,7 +1,8 @@
 """Draw the pictures of docs/method.md: `python docs/draw_method.py`.
 
-Each shows a schedule as the simulator runs it, drawn like any other timeline. Costs are made up so that a picture can be
-read: of one micro-batch, in milliseconds. A picture carries the digest of what it shows, by which a test finds old ones.
+Each shows a schedule as the simulator runs it, drawn like any other timeline. Costs are made up so that a picture can
+be read: of one micro-batch, in milliseconds. A picture carries the digest of what it shows, by which a test finds old
+ones.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def apart(name: str, order: str, shape: Shape) -> Picture:
 
 
 def together(name: str, order: str, micro_batches: int, *, chunks: bool = False) -> Picture:
-    """A step of one of two ranks with half the attention and half the experts of the same global batch each, cut so often."""
+    """A step of one of two ranks, each with half the attention and half the experts of the same global batch."""
     shape = Shape(layers=2, micro_batches=micro_batches)
     part = 4 / micro_batches
     costs = load(shape, {kind: value / 2 * part for kind, value in APART.items()}, TRANSFER * STAYS * part)

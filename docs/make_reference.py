@@ -35,8 +35,8 @@ class Entry:
     methods: tuple[Entry, ...] = ()
 
     def undocumented(self) -> Iterator[str]:
-        """Names that nothing is said about."""
-        for part in (self, *self.fields, *self.methods):
+        """Names that nothing is said about; fields may be clear from what is said about their class."""
+        for part in (self, *self.methods):
             if not part.doc:
                 yield self.name if part is self else f"{self.name}.{part.name}"
 
@@ -48,7 +48,7 @@ def page(parts: Sequence[Part] = PARTS) -> str:
 
 
 def _anchor(title: str) -> str:
-    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def _part(part: Part) -> str:
@@ -112,7 +112,7 @@ def _function(node: ast.FunctionDef) -> Entry:
 
 
 def _class(node: ast.ClassDef) -> Entry:
-    """A class with the fields and methods that it adds to its bases; what they override has their words."""
+    """A class with its fields and methods; what a base has words for is left out where it has none of its own."""
     own = [(name, entry) for name, entry in _entries_of(node) if not name.startswith("_")]
     overriding = {part.name for part in node.body if isinstance(part, ast.FunctionDef) and _overrides(part)}
     functions = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
@@ -123,7 +123,7 @@ def _class(node: ast.ClassDef) -> Entry:
         call=f"class {node.name}{bases if is_value else _constructor(node)}",
         doc=ast.get_docstring(node) or "",
         fields=tuple(entry for name, entry in own if name not in functions),
-        methods=tuple(entry for name, entry in own if name in functions - overriding),
+        methods=tuple(entry for name, entry in own if name in functions - overriding and (entry.doc or not node.bases)),
     )
 
 

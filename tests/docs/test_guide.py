@@ -32,15 +32,10 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not lost, lost
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "reference.md"], ids=named)
 def test_python_in_it_is_python(page: Path) -> None:
     for block in blocks(page, "python"):
-        ast.parse(block.text if page.name != "reference.md" else _as_statement(block.text))
-
-
-def _as_statement(call: str) -> str:
-    """What the reference shows of a class or function, with a body."""
-    return f"{call if call.startswith('class ') or '(' not in call else f'def {call}'}: ..."
+        ast.parse(block.text)
 
 
 def test_index_lists_all_chapters() -> None:
