@@ -81,7 +81,8 @@ def draw_timeline(timeline: Timeline, path: str | Path | IO[bytes], title: str =
     axes.set_xlabel("ms")
     axes.set_title(title, loc="left", fontsize=10)
     handles = list(_legend([box for boxes in rows.values() for box in boxes]))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 9), fontsize=8, frameon=False)
+    columns = len(handles) if len(handles) < 10 else (len(handles) + 1) // 2
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -108,7 +109,7 @@ def _draw_boxes(axes: Axes, row: int, boxes: Iterable[_Box], timeline: Timeline)
     """
     places: dict[tuple[str, tuple[float, float]], list[tuple[float, float]]] = {}
     for box in boxes:
-        shown = box.part.seconds - min(box.part.seconds / 12, timeline.seconds / 1500)
+        shown = box.part.seconds - min(box.part.seconds / 12, timeline.seconds / 1000)
         places.setdefault((box.color, box.bounds), []).append(((box.part.start - timeline.start) * 1e3, shown * 1e3))
     for (color, (edge, height)), own in places.items():
         axes.broken_barh(own, (row + edge, height), color=color, linewidth=0)
