@@ -174,7 +174,10 @@ def _sizes(shape: Shape) -> str:
 
 def table(drawn: Mapping[str, Picture]) -> str:
     """Steps of the pictures beside one another, as Markdown."""
-    lines = ["| picture | step, ms | share that the busiest rank computes | share that rank 0 waits |", "|---|---|---|---|"]
+    lines = [
+        "| picture | step, ms | share that the busiest rank computes | share that rank 0 waits |",
+        "|---|---|---|---|",
+    ]
     for name, picture in drawn.items():
         busy = max(seconds for (_, link, way), seconds in picture.simulation.busy.items() if way == "compute")
         step, waits = picture.simulation.seconds, picture.timeline.exposed(0)
