@@ -16,10 +16,9 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 INTRODUCTION = """# Reference
 
-Written by `python docs/make_reference.py` from the docstrings. Names are imported from the module that is named beside
-them. Tensor names say their shape: T tokens, H hidden width, E experts, K experts per token (top-k), R rows, B batch,
-S sequence. Times are seconds and sizes bytes unless a name or line says otherwise. Papers are named by their number
-at arXiv.
+Written by `python docs/make_reference.py` from the docstrings. Tensor names say their shape: T tokens, H hidden width,
+E experts, K experts per token (top-k), R rows, B batch, S sequence. Times are seconds and sizes bytes unless a name or
+line says otherwise. Papers are named by their number at arXiv.
 """
 
 
@@ -120,9 +119,9 @@ def _class(node: ast.ClassDef) -> Entry:
     bases = f"({', '.join(ast.unparse(base) for base in node.bases)})" if node.bases else ""
     return Entry(
         name=node.name,
-        call=f"class {node.name}{bases if is_value else _constructor(node)}",
+        call=f"class {node.name}{bases if is_value else _constructor(node) or bases}",
         doc=ast.get_docstring(node) or "",
-        fields=tuple(entry for name, entry in own if name not in functions),
+        fields=tuple(entry for name, entry in own if name not in functions and (entry.doc or is_value)),
         methods=tuple(entry for name, entry in own if name in functions - overriding and (entry.doc or not node.bases)),
     )
 
@@ -144,11 +143,24 @@ def _constructor(node: ast.ClassDef) -> str:
 
 
 def _entry(entry: Entry, module: str) -> str:
-    lines = [f"### `{entry.name}`\n", f"`{module}`\n", f"```python\n{_wrapped(entry.call)}\n```\n", f"{entry.doc}\n"]
+    place = "lightning_afd" if entry.name in exported() else module
+    lines = [
+        f"### `{entry.name}`\n",
+        f"`from {place} import {entry.name}`\n",
+        f"```python\n{_wrapped(entry.call)}\n```\n",
+        f"{entry.doc}\n",
+    ]
     if entry.fields:
         lines += ["| field | what it is |", "|---|---|", *map(_row, entry.fields), ""]
     lines += [f"- `{method.call}`: {_one_line(method.doc)}" for method in entry.methods]
     return "\n".join((*lines, "") if entry.methods else lines)
+
+
+@cache
+def exported() -> frozenset[str]:
+    """Names of the package itself."""
+    (names,) = (node.value for node in _tree("lightning_afd").body if _assigned(node) == "__all__")  # type: ignore[attr-defined]
+    return frozenset(ast.literal_eval(names))
 
 
 def _row(field: Entry) -> str:

@@ -30,7 +30,7 @@ def test_exported_names_are_in_it() -> None:
     import lightning_afd
 
     listed = {name for part in PARTS for names in part.names.values() for name in names}
-    assert set(lightning_afd.__all__) <= listed
+    assert set(lightning_afd.__all__) == make_reference.exported() <= listed
 
 
 SAMPLE = '''
