@@ -13,11 +13,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 GUIDE = (DOCS / "guide.md", *sorted((DOCS / "guide").glob("*.md")))
-PAGES = (
-    ROOT / "README.md",
-    *GUIDE,
-    *(DOCS / f"{name}.md" for name in ("method", "reference", "architectures", "paper")),
-)
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *GUIDE[1:])
 
 
 @dataclass(frozen=True)
