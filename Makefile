@@ -19,7 +19,7 @@ bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test soak bench numbers checks lint format build clean
+.PHONY: help venv train test soak bench docs numbers checks lint format build clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1\t/' | expand -t 14
@@ -44,6 +44,10 @@ soak: $(stamp)  ## end and resume a job again and again, then compare it with a 
 
 bench: $(stamp)  ## strategies side by side in a few minutes (root: shaped links): make bench ARGS='repetitions=3'
 	$(bin)/lightning-afd bench bench=short $(ARGS)
+
+docs: $(stamp)  ## write docs/reference.md and the pictures of docs/method.md again
+	$(bin)/python docs/make_reference.py
+	$(bin)/python docs/draw_method.py
 
 numbers: $(stamp)  ## the whole benchmark (an hour or two, root), written into docs/benchmarks.md
 	$(bin)/lightning-afd bench bench=full docs=docs/benchmarks.md $(ARGS)

@@ -79,7 +79,9 @@ class Replicas:
     """Who shares a global batch; the fields are those of `trainer.distributed_sampler_kwargs`."""
 
     num_replicas: int = 1
+    """Data replicas: attention ranks of a group."""
     rank: int = 0
+    """Which of them this is."""
 
 
 class BalancedSampler(DistributedSampler[Any]):

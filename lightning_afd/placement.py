@@ -156,6 +156,7 @@ class Layout(Grouped):
 
     @property
     def world(self) -> int:
+        """Ranks in all."""
         apart = self.attention_groups * self.attention + self.ffn_groups * self.ffn
         return self.attention if self.collocated else apart
 
@@ -263,6 +264,7 @@ class ExpertMap:
     """Which F rank (index inside its group) owns which expert; any map is allowed, `version` names it on the wire."""
 
     expert_to_rank: tuple[int, ...]
+    """By global expert id: the index of its F rank inside its group."""
     version: int = 0
 
     @classmethod
@@ -273,6 +275,7 @@ class ExpertMap:
 
     @property
     def experts(self) -> int:
+        """E."""
         return len(self.expert_to_rank)
 
     def rank_to_experts(self, rank: int) -> tuple[int, ...]:

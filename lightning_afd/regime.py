@@ -36,6 +36,7 @@ class Regime:
     """
 
     bound: Bound
+    """The largest one."""
     shares: Mapping[Bound, float]
     """Shares of the step (0..1)."""
     advice: str

@@ -21,6 +21,7 @@ class Span:
 
     action: Action
     rank: int
+    """Global rank."""
     start: float
     end: float
     worker: Worker | None = None
@@ -28,6 +29,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """Its length."""
         return self.end - self.start
 
 
@@ -36,7 +38,9 @@ class Reduce:
     """One chunk of dense gradients, summed over the ranks that hold the same parameters, in seconds like a Span."""
 
     chunk: int
+    """Its number in the step."""
     rank: int
+    """Global rank."""
     start: float
     end: float
     nbytes: float = 0
@@ -47,6 +51,7 @@ class Reduce:
 
     @property
     def seconds(self) -> float:
+        """Its length."""
         return self.end - self.start
 
 
@@ -55,8 +60,10 @@ class Timeline:
     """The spans of one step; each rank's stand in the order in which it executed them."""
 
     layout: Layout
+    """Of the ranks; a simulated one has one rank per worker."""
     spans: tuple[Span, ...]
     reduces: tuple[Reduce, ...] = ()
+    """Sums of gradients, which may lie below spans."""
 
     @property
     def parts(self) -> tuple[Span | Reduce, ...]:

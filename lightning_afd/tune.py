@@ -39,6 +39,7 @@ class Tuning:
     most: int = 64 * MIB
     """The largest one."""
     seed: int = 0
+    """Of the search."""
 
     def __post_init__(self) -> None:
         if self.samples < _FEWEST or self.steps < 2 or not 1 <= self.least <= self.most:

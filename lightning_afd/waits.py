@@ -32,7 +32,9 @@ class Wait:
     """One receive."""
 
     span: Span
+    """The receive."""
     sender: Role
+    """Role of those who send."""
     sent: float
     """When the last of the senders began, but no earlier than the receive and no later than its end."""
 
@@ -111,13 +113,17 @@ class Usage:
     """How a rank spends a step, or several ranks on the average: seconds that add up to `step`."""
 
     compute: float
+    """Attention, experts, tail."""
     send: float
     """Packing messages and handing them over."""
     reduce: float
     """Sums of gradients over replicas that hide behind nothing else."""
     wait_for_A: float
+    """Until the last A rank that sends has begun to."""
     wait_for_net: float
+    """From then on."""
     wait_for_F: float
+    """Until the last F rank that sends has begun to."""
     bubble: float
     """Whatever is left."""
 
@@ -205,6 +211,7 @@ class Quantiles:
 
     count: int
     total: float
+    """All together."""
     p50: float
     p95: float
     p99: float

@@ -5,13 +5,15 @@ Settings are in conf/. What follows `run` needs torch; what precedes it is quick
 
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_afd.corpus import check_files
+from lightning_afd.errors import PlanError
 from lightning_afd.recipes.attention import check_attention
-from lightning_afd.recipes.launch import check_given, launch
+from lightning_afd.recipes.launch import check_given, launch, quoted
 from lightning_afd.recipes.ranks import check_ranks
 
 if TYPE_CHECKING:
@@ -29,8 +31,13 @@ NOISE = (
 OmegaConf.register_new_resolver("at_most", lambda limit, steps: min(limit, steps) if steps > 0 else limit, replace=True)
 
 
+PATHS = ("ckpt_path",)
+"""Settings that name files."""
+
+
 def main() -> None:
     """Compose, check and start what the command line asks for."""
+    sys.argv[1:] = [quoted(argument, PATHS) for argument in sys.argv[1:]]
     launch("pretrain", check)
 
 
@@ -38,8 +45,15 @@ def check(config: DictConfig) -> None:
     """Raise AFDError if the composed settings cannot work."""
     check_given(config)
     check_files(config.data.files)
+    check_checkpoint(config.ckpt_path)
     check_attention(config.model.get("attn", "auto"))
     check_ranks(config)
+
+
+def check_checkpoint(path: str | None) -> None:
+    """Raise PlanError for a checkpoint that is not there; "last" and "best" are looked for in the output folder."""
+    if path not in (None, "last", "best") and not Path(str(path)).exists():
+        raise PlanError(f"ckpt_path={path} does not exist: give a checkpoint of a run, outputs/.../checkpoints/...ckpt")
 
 
 def run(config: DictConfig) -> None:
@@ -53,7 +67,7 @@ def run(config: DictConfig) -> None:
     datamodule = instantiate(config.data, _convert_="all")
     module = instantiate(config.model, _convert_="all")
     trainer = instantiate(trainer_settings(config), _convert_="all")
-    trainer.fit(module, datamodule)
+    trainer.fit(module, datamodule, ckpt_path=config.ckpt_path)
     report(trainer, module, datamodule, config)
 
 

@@ -210,6 +210,7 @@ class EPConfig(TrainingConfig):
     """Options of strategy ep: expert and data parallel on the same ranks."""
 
     micro_batches: int = 1
+    """Parts that each batch is cut into; with 1 nothing overlaps."""
     order: str = "sequential"
     """Order of the schedule: one of lightning_afd.schedule.together.TOGETHER_ORDERS."""
 
@@ -234,3 +235,4 @@ class FlowMoEConfig(EPConfig):
 
     micro_batches: int = 4
     order: str = "flowmoe"
+    """As under strategy ep."""

@@ -1,4 +1,15 @@
-"""Turn Lightning's calls of a strategy (training_step, validation_step ...) into steps of the engine."""
+"""Turn Lightning's calls of a strategy (training_step, validation_step ...) into steps of the engine.
+
+A LightningModule may say how its batches are cut and weighed; attention ranks ask it, once per training batch:
+
+- `afd_split(batch, micro_batches) -> list`: the batch as 1 to `micro_batches` batches, in order; default `split_batch`.
+- `afd_weight(batch) -> float`: w of a micro-batch; default `loss_weight`. The batch's loss is sum(w loss) / sum(w) over
+  the micro-batches of all A ranks, and w = 0 leaves one out.
+- `afd_loss_reduction: str`: "mean" by default; with "sum" losses are sums over their micro-batch and are added, each
+  times its w (1 by default, or 0 without labels).
+
+Raises PlanError for another number of batches, MisconfigurationException for another reduction.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +49,7 @@ class StepStats:
     """Figures of the last training step, equal on all ranks."""
 
     loss: float
+    """Of the global batch, the router z-loss with its coefficient included."""
     tokens: float
     """Tokens of all A ranks."""
     seconds: float

@@ -36,6 +36,7 @@ class PlanChoice:
     candidates: tuple[Candidate, ...]
     """Fastest first, and behind them those whose formula was too slow to simulate them."""
     verdict: Verdict
+    """Whether it is worth it."""
     model: str = ""
     """What it is for: `ModelShape.describe`."""
 

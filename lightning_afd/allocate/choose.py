@@ -29,6 +29,7 @@ class Effort:
     refined: int = 4
     """Of these, how many are simulated with all orders and the longest runs that fit; the best one with all runs."""
     solver: Solver = "auto"
+    """Of the linear program."""
     predict: Mapping[str, Predict] = field(default_factory=baselines)
     """Collocated layouts to compare with."""
 

@@ -41,7 +41,9 @@ class Division:
 
     needs: Needs
     attention: tuple[Size, ...]
+    """Sizes of the attention side to choose from."""
     ffn: tuple[Size, ...]
+    """Sizes of the FFN side to choose from."""
     ranks: int
     nics: int
     """NICs of the group."""

@@ -32,7 +32,9 @@ class Request:
     rungs: tuple[Rung, ...] = RUNGS
     """Recomputation that is allowed; the first that fits is used, as it is the fastest."""
     groups: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of groups per role that are tried."""
     orders: tuple[str, ...] = ("af-pipe", "zero-bubble")
+    """Orders that are tried."""
     layouts: tuple[Layout, ...] = ()
     """The only ones that are allowed; empty: all of these groups that the cluster has room for."""
     neighbours: tuple[Neighbours, ...] = NEIGHBOURS
@@ -71,6 +73,7 @@ class Candidate:
 
     layout: Layout
     order: str
+    """Of the schedule."""
     group: int
     """Micro-batches that pass a round of the ring one behind the other (G), at most."""
     micro_batches: int
@@ -78,7 +81,9 @@ class Candidate:
     passes: int
     """Passes of the pipeline per optimizer step (accumulate_grad_batches)."""
     recompute: Recompute
+    """Of attention."""
     recompute_experts: bool
+    """Whether F ranks keep only the inputs of experts."""
     formula_seconds: float
     """Of an optimizer step, by the closed formula."""
     bound_seconds: float
@@ -86,6 +91,7 @@ class Candidate:
     memory_bytes: float
     """Of the fullest rank."""
     simulated_seconds: float | None = None
+    """Of an optimizer step, by the simulator; None where the formula was too slow to try it."""
 
     @property
     def seconds(self) -> float:
@@ -94,6 +100,7 @@ class Candidate:
 
     @property
     def rung(self) -> Rung:
+        """Both kinds of recomputation."""
         return self.recompute, self.recompute_experts
 
     @property

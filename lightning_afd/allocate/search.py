@@ -37,7 +37,9 @@ class Found:
     """The best point that was measured."""
 
     point: Point
+    """The best one."""
     seconds: float
+    """What it took."""
     measured: Mapping[Point, float]
     """All points, in the order in which they were measured."""
 

@@ -20,6 +20,7 @@ class Intensity:
     """How many FLOPs one side has for each byte between the sides, and how many it needs to be busy all the time."""
 
     flops_per_byte: float
+    """FLOPs that the side's busy time has room for, per byte between the sides."""
     ridge: float
     """The effective ridge point: peak FLOP/s of all ranks of this side over the bytes/s between the sides."""
 
@@ -29,7 +30,9 @@ class Verdict:
     """The answer, with its numbers."""
 
     disaggregate: bool
+    """Whether the plan is as fast as the fastest collocated layout."""
     regime: Regime
+    """The side or network that is busy for longest."""
     dead_zone: bool
     """NICs alone need longer than a perfect division of all computation over all devices."""
     network_seconds: float
@@ -41,6 +44,7 @@ class Verdict:
     collocated: tuple[Prediction, ...]
     """Fastest first."""
     sentence: str
+    """All of it for people."""
 
 
 def judge(request: Request, choice: Candidate, collocated: Iterable[Prediction]) -> Verdict:

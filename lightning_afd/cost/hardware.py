@@ -38,7 +38,9 @@ class Scale:
     """What a kind of action took where it was measured, next to its estimate: fixed + factor x estimate."""
 
     factor: float
+    """Measured over estimated seconds."""
     fixed_us: float = 0.0
+    """Microseconds of any action of the kind."""
 
     def seconds(self, estimate: float) -> float:
         """Of an action whose roofline says `estimate` seconds."""
@@ -57,6 +59,7 @@ class Device:
     peak_tflops: Mapping[str, float]
     """Dense 1e12 FLOP/s by dtype: bfloat16, float32 ..."""
     hbm_gb_per_s: float
+    """Memory bandwidth in decimal gigabytes per second."""
     efficiency: Efficiency
     host_us: float
     """An action takes at least so long: the host has to launch its kernels."""
@@ -126,6 +129,7 @@ class Link:
 
     @property
     def latency(self) -> float:
+        """In seconds."""
         return self.latency_us * 1e-6
 
     def utilisation(self, message_bytes: float) -> float:
@@ -153,7 +157,9 @@ class Cluster:
     devices_per_node: int
     device: Device
     nics_per_node: float
+    """Shared out evenly among the devices of a node."""
     nic: Link
+    """Between nodes."""
     nvlink: Link
     """Between devices of one node."""
     at_once: float = math.inf
@@ -166,6 +172,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
+        """Of all nodes."""
         return self.num_nodes * self.devices_per_node
 
     @property

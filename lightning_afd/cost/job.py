@@ -63,6 +63,7 @@ class BatchShape:
 
     @property
     def tokens(self) -> int:
+        """Of all sequences."""
         return sum(self.lengths)
 
 
@@ -72,8 +73,11 @@ class Choices:
 
     precision: Precision = PRECISIONS["bf16-mixed"]
     recompute: Literal["none", "attention", "full"] = "none"
+    """What A ranks compute again in backward."""
     recompute_experts: bool = False
+    """Whether F ranks keep only the inputs of experts."""
     shared_experts: Literal["attention", "ffn"] = "attention"
+    """Role of the ranks that compute shared experts."""
     router_logits: bool = False
     """The loss needs the router logits of all layers (auxiliary loss)."""
     split_attention: bool = False
@@ -131,4 +135,5 @@ class Job:
 
     @property
     def shared_on_attention(self) -> bool:
+        """Whether A ranks compute shared experts."""
         return self.choices.shared_experts == "attention"

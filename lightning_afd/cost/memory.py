@@ -32,6 +32,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """All of it."""
         return float(sum(asdict(self).values()))
 
 

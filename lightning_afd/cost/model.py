@@ -21,6 +21,7 @@ class Linear(NamedTuple):
 
     @property
     def parameters(self) -> int:
+        """Bias included."""
         return self.inputs * self.outputs + self.bias * self.outputs
 
     @property
@@ -49,6 +50,7 @@ class AttentionShape:
     """Self-attention of one layer: grouped-query, multi-head or latent (MLA)."""
 
     linears: tuple[Linear, ...]
+    """Its projections."""
     query_width: int
     """Heads x width of a query or key: what a score is summed over."""
     value_width: int
@@ -66,6 +68,7 @@ class AttentionShape:
 
     @property
     def parameters(self) -> int:
+        """All of them."""
         return parameters_of(self.linears) + self.other_parameters
 
     def core_flops(self, keys: float) -> float:
@@ -98,6 +101,7 @@ class ExpertsShape:
     expert: tuple[Linear, ...]
     """The matrices of one routed expert."""
     router: Linear
+    """H to E."""
     shared: tuple[Linear, ...] = ()
     """The matrices of all shared experts together; empty where there are none."""
     shared_gate: tuple[Linear, ...] = ()
@@ -132,6 +136,7 @@ class LayerShape:
     dense: tuple[Linear, ...] = ()
     """The dense MLP of a layer without experts."""
     experts: ExpertsShape | None = None
+    """Of a layer that has them."""
     norm_parameters: int = 0
 
     def attention_side(self, *, shared: bool) -> Iterator[Linear]:
@@ -166,6 +171,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
+        """All of them."""
         return int(sum(asdict(self).values()))
 
 
@@ -174,6 +180,7 @@ class SegmentShape:
     """What one attention segment contains: dense layers, then an MoE layer without its experts, or the head."""
 
     layers: tuple[LayerShape, ...]
+    """Decoder layers that begin in it."""
     embeds: bool
     """The first one looks up the embedding."""
     head: tuple[Linear, ...] = ()
@@ -185,9 +192,13 @@ class ModelShape:
     """A decoder-only language model."""
 
     hidden: int
+    """H."""
     vocab: int
+    """V."""
     layers: tuple[LayerShape, ...]
+    """Decoder layers, those without experts included."""
     tied: bool = False
+    """Whether the head's matrix is that of the embedding."""
     final_norm_parameters: int = 0
 
     @cached_property
@@ -197,6 +208,7 @@ class ModelShape:
 
     @property
     def head(self) -> Linear:
+        """The tail's last matrix: H to V."""
         return Linear(self.hidden, self.vocab)
 
     @cached_property

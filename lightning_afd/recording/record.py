@@ -18,6 +18,7 @@ class Versions:
     package: str
     """Version of lightning-afd."""
     torch: str
+    """Version of torch."""
     device: str
     """Type or name of the device of rank 0."""
     experts: str
@@ -47,11 +48,14 @@ class Traffic:
     """What one rank sent to another one on one channel in the whole step, headers included."""
 
     sender: int
+    """Global rank."""
     receiver: int
+    """Global rank."""
     channel: str
     """Op and phase, as in "Df"."""
     messages: int
     nbytes: int
+    """All messages together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,9 @@ class NicTraffic:
     name: str
     """Of the interface, or of the InfiniBand device."""
     out: int
+    """Bytes sent."""
     into: int
+    """Bytes received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +83,16 @@ class Recording:
     timeline: Timeline
     """Measured, in seconds of the common clock since the first action of any rank; whole nanoseconds."""
     order: str
+    """Name of the order that built the schedule."""
     shape: Shape
     knobs: Knobs
     """With order and shape all that a schedule is built from."""
     versions: Versions
+    """Of what ran."""
     clocks: tuple[RankClock, ...]
     """By rank."""
     traffic: tuple[Traffic, ...]
+    """By sender, receiver and channel."""
     expert_maps: tuple[ExpertMap, ...]
     """Owner of each expert, per MoE layer."""
     tokens_per_expert: tuple[tuple[int, ...], ...]

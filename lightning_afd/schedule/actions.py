@@ -33,8 +33,10 @@ class Action:
 
     op: Op
     layer: int
+    """MoE layer, or attention segment; of S the first segment whose gradients are complete."""
     phase: Phase
     micro_batch: int
+    """Counted from 0; of S the number of the place."""
 
     def __str__(self) -> str:
         return f"{self.op}{self.layer}{self.phase}{self.micro_batch}"

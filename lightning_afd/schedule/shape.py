@@ -254,6 +254,7 @@ class Schedule:
     order: str
     """Name of the order that built it."""
     programs: Mapping[Worker, tuple[Action, ...]]
+    """What each worker does, in its order."""
 
     def text(self) -> str:
         """The whole schedule as text: shape and order, then one line per worker."""

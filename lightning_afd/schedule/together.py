@@ -28,6 +28,7 @@ class Together:
     order: str
     """Name of the order that built it."""
     program: tuple[Step, ...]
+    """The steps of each rank, as A worker and as F worker, in their order."""
 
     @property
     def schedule(self) -> Schedule:
