@@ -69,6 +69,8 @@ class ZeroParts:
         self._disconnect()
         if not offload:
             self._share_weights()
+        elif hasattr(optimizer, "ds_opt_adam"):
+            _renew_native_half(optimizer)
 
     @property
     def group(self) -> Any:
@@ -118,6 +120,19 @@ class ZeroParts:
     def _disconnect(self) -> None:
         self._zero.dp_process_group = None
         self._zero.real_dp_process_group = []
+
+
+def _renew_native_half(optimizer: Any) -> None:
+    """Give a DeepSpeedCPUAdam another number for its half in C++.
+
+    Lightning has wrapped the optimizer before it was divided, in a copy with all its attributes: when that is dropped,
+    it deletes what has the old number, and the next step would end the process.
+    """
+    kind, defaults = type(optimizer), optimizer.defaults
+    optimizer.opt_id = kind.optimizer_id
+    kind.optimizer_id += 1
+    rates = (defaults["lr"], *defaults["betas"], defaults["eps"], defaults["weight_decay"])
+    optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *rates, optimizer.adam_w_mode, False)
 
 
 def _open(optimizer: Optimizer, group: Any, offload: bool) -> Any:

@@ -102,8 +102,8 @@ def test_each_lane_has_one_order_of_messages(layout: Layout) -> None:
                     lane = lanes.of(f"{action.op}{action.phase}", sender, receiver)  # type: ignore[arg-type]
                     assert {sender, receiver} <= set(ranks[lane])
                     assert sender == receiver or (sender, receiver) in lanes.talks(lane)
-                    up = sender < receiver
-                    assert lane[1] == (not up if layout.collocated else (*ends, action.is_exchange and not up))
+                    down = sender > receiver
+                    assert lane[1] == (down if layout.collocated else (*ends, action.is_exchange and down))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
