@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
@@ -119,9 +119,9 @@ class Layout(Grouped):
     """Whether the A group and the F group are the same ranks."""
     neighbours: Neighbours = "roles"
     """Which ranks have consecutive numbers."""
-    node_ranks: int = field(default=1, compare=False)
+    node_ranks: int = 1
     """Consecutive ranks on one node, inside of which F ranks spread the one copy of a token that comes; 1: each gets
-    its own. It says nothing about who owns what, so that layouts with and without it are equal."""
+    its own."""
 
     @classmethod
     def together(cls, ranks: int) -> Layout:

@@ -9,7 +9,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ class RankCheckpoints:
             put_rank_state(checkpoint, own if is_attention else {**own, "loaders": None})
             return
         before, ranks = Layout(**saved.afd["layout"]), saved.afd["ranks"]
-        same = before == strategy.layout
+        same = replace(before, node_ranks=1) == replace(strategy.layout, node_ranks=1)  # who owns what
         own = ranks[strategy.global_rank if same else before.first_rank(self._replica % before.attention)]
         put_rank_state(checkpoint, own if is_attention or same else {**own, "loaders": None})
         if self._is_fitting and (same or (is_attention and self._replica < before.attention)):

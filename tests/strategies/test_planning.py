@@ -58,8 +58,7 @@ def test_ranks_arrange_themselves_by_the_plan(pool: RankPool, tmp_path: Path, wo
 def test_only_what_is_open_is_chosen(pool: RankPool, tmp_path: Path) -> None:
     given = {"attention": 2, "micro_batches": 2, "order": "layer-major", "recompute": "full", "dedup": "node"}
     done = pool.run(fit, 4, 4, apart, {**QUICK, **given}, tmp_path)[0].arrangement
-    assert (done.layout, done.micro_batches) == (Layout(attention=2, ffn=2), 2)
-    assert done.layout.node_ranks == 4
+    assert (done.layout, done.micro_batches) == (Layout(attention=2, ffn=2, node_ranks=4), 2)
     assert (done.order, done.recompute, done.recompute_experts) == ("layer-major", "full", False)
 
 
