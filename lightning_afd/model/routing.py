@@ -137,8 +137,8 @@ class Router:
     def _local_ids(self, idx_TK: Tensor, owner_TK: Tensor, hit_NT: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:
         """Route.idx_CK of these copies (rank, token)."""
         rank_C, token_C = copies
-        foreign_CK = owner_TK[token_C] != rank_C[:, None]
-        idx_CK = self._local_E[idx_TK[token_C]].masked_fill_(foreign_CK, -1)
+        foreign_CK = owner_TK.index_select(0, token_C) != rank_C[:, None]
+        idx_CK = self._local_E[idx_TK].index_select(0, token_C).masked_fill_(foreign_CK, -1)
         return torch.cat([idx_CK, _turns(hit_NT)[rank_C, token_C, None]], 1) if self._shared else idx_CK
 
     def _begin_slots(self, idx_TK: Tensor, owner_TK: Tensor) -> Routing:
