@@ -7,8 +7,8 @@ VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
 JOBS ?= 2
-PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py packing.py nics.py timeline.py waits.py regime.py \
-	recording schedule cost backlog.py lanes.py simulate.py baselines allocate tune.py report \
+PURE := $(wildcard $(patsubst %,lightning_afd/%,errors.py placement.py expert_map.py packing.py nics.py timeline.py waits.py regime.py \
+	recording schedule cost backlog.py lanes.py load.py simulate.py baselines allocate tune.py report \
 	$(addprefix bench/,conditions.py names.py ratios.py result.py settings.py)))
 
 export OMP_NUM_THREADS ?= 1

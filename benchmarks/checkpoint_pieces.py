@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_afd.checkpoint import tensors
 from lightning_afd.checkpoint.tensors import METADATA, Part, SavePlanner, TensorReader
-from lightning_afd.placement import ExpertMap, ExpertRows
+from lightning_afd.expert_map import ExpertMap, ExpertRows
 
 
 def tree_of(layers: int, rows: ExpertRows) -> dict[str, Any]:

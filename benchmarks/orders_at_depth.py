@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_afd.load import Link, Load, by_kind
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
 from lightning_afd.schedule.shape import Shape
-from lightning_afd.simulate import Link, Load, Simulation, by_kind, simulate
+from lightning_afd.simulate import Simulation, simulate
 
 FLOPS, HBM, NIC, LATENCY = 989e12, 3.35e12 * 0.7, 50e9 * 0.8, 30e-6
 GPUS, SEQUENCES, NODE = 128, 512, 8

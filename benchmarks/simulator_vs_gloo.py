@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from lightning_afd.bench.start import free_port
+from lightning_afd.load import Link, Load, by_kind
 from lightning_afd.placement import Layout
 from lightning_afd.rehearsal import Rehearsal
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import build
 from lightning_afd.schedule.shape import Schedule, Shape
-from lightning_afd.simulate import Link, Load, by_kind, simulate
+from lightning_afd.simulate import simulate
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
 
 CPU = torch.device("cpu")

@@ -18,11 +18,12 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from lightning_afd.draw import Part, draw_timeline
+from lightning_afd.load import Chunks, Link, Load, by_kind, collocated
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.schedule.orders import build
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.schedule.together import build_together
-from lightning_afd.simulate import Chunks, Link, Load, Simulation, by_kind, collocated, simulate
+from lightning_afd.simulate import Simulation, simulate
 from lightning_afd.timeline import Span, Timeline
 
 FOLDER = Path(__file__).resolve().parent / "pictures"

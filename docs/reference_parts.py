@@ -33,7 +33,7 @@ PARTS = (
             "lightning_afd.strategies.driver": ("",),
             "lightning_afd.batch": ("split_batch", "loss_weight", "merge_outputs"),
             "lightning_afd.model.split": ("",),
-            "lightning_afd.model.experts": ("is_experts", "check_experts"),
+            "lightning_afd.model.experts_module": ("is_experts", "check_experts"),
         },
     ),
     Part(
@@ -68,7 +68,8 @@ PARTS = (
     Part(
         "Placement and schedules",
         {
-            "lightning_afd.placement": ("Worker", "Layout", "ExpertMap"),
+            "lightning_afd.placement": ("Worker", "Layout"),
+            "lightning_afd.expert_map": ("ExpertMap",),
             "lightning_afd.schedule.actions": ("", "Action", "Step"),
             "lightning_afd.schedule.shape": ("Shape", "Schedule"),
             "lightning_afd.schedule.orders": (
@@ -84,7 +85,8 @@ PARTS = (
         "Timelines and the simulator",
         {
             "lightning_afd.timeline": ("Timeline", "Span", "Reduce"),
-            "lightning_afd.simulate": ("", "simulate", "Load", "Link", "Chunks", "by_kind", "Simulation", "Carried"),
+            "lightning_afd.simulate": ("", "simulate", "Simulation", "Carried"),
+            "lightning_afd.load": ("Load", "Link", "Chunks", "by_kind"),
         },
     ),
     Part(

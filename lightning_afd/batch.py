@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_afd.errors import PlanError
+from lightning_afd.expert_map import split_sizes
 from lightning_afd.flattened import borders_of, cut, like
-from lightning_afd.placement import split_sizes
 
 IGNORED_LABEL = -100
 

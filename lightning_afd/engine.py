@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_afd.attention_rank import AttentionRank
 from lightning_afd.expert_load import ExpertCounts
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.ffn_rank import FFNRank
 from lightning_afd.model.coroutine import Host
 from lightning_afd.model.experts import ExpertShard
@@ -22,7 +23,7 @@ from lightning_afd.model.split import DecoderLayer, MoELayer, decoder_layers
 from lightning_afd.node_relay import NodeFFNRank
 from lightning_afd.owned import Owned
 from lightning_afd.peers import Peers
-from lightning_afd.placement import ExpertMap, Role, Worker
+from lightning_afd.placement import Role, Worker
 from lightning_afd.plan import Plan
 from lightning_afd.receives import Expected, Receives
 from lightning_afd.reduction import ChunkedSum

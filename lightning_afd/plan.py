@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 
 from lightning_afd.errors import PlanError
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.model.recompute import Recompute
 from lightning_afd.model.routing import CAPACITIES, Capacity
 from lightning_afd.model.shared import SharedPlace
 from lightning_afd.model.split import MoELayer, find_moe_layers, wants_router_logits, with_shared_experts
-from lightning_afd.placement import ExpertMap, Layout
+from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import ORDERS, Knobs
 from lightning_afd.schedule.shape import Shape
 from lightning_afd.schedule.together import TOGETHER_ORDERS

@@ -12,13 +12,13 @@ import time
 import torch
 from torch import Tensor
 
+from lightning_afd.load import Load
 from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout
 from lightning_afd.receives import Expected, Receives
 from lightning_afd.runtime import Runtime
 from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.schedule.shape import Schedule
-from lightning_afd.simulate import Load
 from lightning_afd.timeline import Span
 from lightning_afd.transport.base import Transport
 from lightning_afd.transport.link import Link

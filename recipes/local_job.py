@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_afd.engine import Engine
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.model.place import dense_parameters, owned_parameters
 from lightning_afd.model.split import find_moe_layers
-from lightning_afd.placement import ExpertMap, Layout, Worker
+from lightning_afd.placement import Layout, Worker
 from lightning_afd.plan import make_plan
 from lightning_afd.reduction import StepGradients
 from lightning_afd.segments import UserStep

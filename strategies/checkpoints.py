@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_afd.checkpoint import held, open_checkpoint, optimizer_state
 from lightning_afd.checkpoint.saved import OPTIMIZERS, STATE, Saved, put_rank_state, take_rank_state, write_meta
 from lightning_afd.checkpoint.tensors import Part, write_tensors
-from lightning_afd.model.experts import rows_of
+from lightning_afd.model.experts_module import rows_of
 from lightning_afd.namespace import MisconfigurationException
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.base import RankedStrategy

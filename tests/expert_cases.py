@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_afd.model.experts import ExpertShard, shard_experts
+from lightning_afd.model.experts import ExpertShard
+from lightning_afd.model.experts_module import shard_experts
 
 
 @dataclass

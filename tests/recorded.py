@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_afd.placement import ExpertMap, Layout
+from lightning_afd.expert_map import ExpertMap
+from lightning_afd.load import Link, Load, by_kind
+from lightning_afd.placement import Layout
 from lightning_afd.recording import RankClock, Recording, Traffic, Versions
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import DEFAULTS, build
 from lightning_afd.schedule.shape import Shape
-from lightning_afd.simulate import Link, Load, by_kind, simulate
+from lightning_afd.simulate import simulate
 from lightning_afd.timeline import Reduce, Span, Timeline
 
 SECONDS = {"Af": 0.003, "Ab": 0.006, "Aw": 0.003, "Ef": 0.002, "Eb": 0.002, "Ew": 0.002, "Tf": 0.001, "Tb": 0.001}

@@ -8,12 +8,13 @@ from typing import Any
 
 from recorded import SECONDS, recorded
 
-from lightning_afd.placement import ExpertMap
+from lightning_afd.expert_map import ExpertMap
+from lightning_afd.load import Link, Load, by_kind
 from lightning_afd.recording import Recording, Traffic, save
 from lightning_afd.report.run import Run
 from lightning_afd.schedule.orders import build
 from lightning_afd.schedule.shape import Shape
-from lightning_afd.simulate import Link, Load, by_kind, simulate
+from lightning_afd.simulate import simulate
 from lightning_afd.timeline import Timeline
 
 LINK = Link(attention=1e9, ffn=1e9, latency=2e-4)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_afd.device import HostValues, padded_places_of, places_of
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.model import routing
 from lightning_afd.model.coroutine import Host
 from lightning_afd.model.routing import FullRouter, Router, Routing
-from lightning_afd.placement import ExpertMap
 
 CPU = torch.device("cpu")
 

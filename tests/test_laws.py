@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
+from lightning_afd.load import Link, Load, by_kind
 from lightning_afd.schedule.fill import Pace
 from lightning_afd.schedule.orders import Knobs, build
 from lightning_afd.schedule.shape import Shape
-from lightning_afd.simulate import Link, Load, by_kind, simulate
+from lightning_afd.simulate import simulate
 
 FREE = {"Tf": 0, "Tb": 0, "Tw": 0}
 UNIT = 4

@@ -23,6 +23,7 @@ PURE = (
     *(
         "errors",
         "placement",
+        "expert_map",
         "packing",
         "nics",
         "schedule",
@@ -33,7 +34,7 @@ PURE = (
         "regime",
         "recording",
     ),
-    *("cost", "backlog", "lanes", "simulate", "baselines", "allocate", "tune", "report"),
+    *("cost", "backlog", "lanes", "load", "simulate", "baselines", "allocate", "tune", "report"),
 )
 TORCH = (
     *(

@@ -16,11 +16,12 @@ from tiny import TinyMoE, TinyRouter, tiny
 from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.model import routing
 from lightning_afd.model.routing import NodeRouter, Route
 from lightning_afd.node_relay import NodeRelay
 from lightning_afd.peers import Peers
-from lightning_afd.placement import ExpertMap, Layout, Worker
+from lightning_afd.placement import Layout, Worker
 from lightning_afd.recording import chrome_trace, load, save
 from lightning_afd.report.page import write_report
 from lightning_afd.report.predict import predict

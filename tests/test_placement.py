@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import NEIGHBOURS, ExpertMap, Layout, Worker, split_sizes
+from lightning_afd.expert_map import ExpertMap, split_sizes
+from lightning_afd.placement import NEIGHBOURS, Layout, Worker
 
 LAYOUTS = st.builds(
     Layout,

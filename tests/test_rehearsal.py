@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
+from lightning_afd.load import Link, Load, by_kind
 from lightning_afd.placement import Layout
 from lightning_afd.rehearsal import Clock, Rehearsal
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS, build
 from lightning_afd.schedule.passes import channel_of
 from lightning_afd.schedule.shape import Schedule, Shape
-from lightning_afd.simulate import Link, Load, by_kind, simulate
+from lightning_afd.simulate import simulate
 from lightning_afd.timeline import Span
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_afd.errors import PlanError, ScheduleError
+from lightning_afd.load import Link, Load, by_kind, collocated
 from lightning_afd.placement import HEADS, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS, build
 from lightning_afd.schedule.passes import forward_only, in_blocks, place_reduces
 from lightning_afd.schedule.shape import Schedule, Shape
-from lightning_afd.simulate import Link, Load, Simulation, by_kind, collocated, simulate
+from lightning_afd.simulate import Simulation, simulate
 
 A0, F0, A1, F1 = Worker("A", 0), Worker("F", 0), Worker("A", 1), Worker("F", 1)
 SECONDS = {"Af": 10, "Ab": 20, "Aw": 9, "Ef": 5, "Eb": 6, "Ew": 7, "Tf": 1, "Tb": 2, "Tw": 3}

@@ -8,12 +8,13 @@ import pytest
 from recorded import SECONDS, simulated, spans
 
 from lightning_afd.errors import ScheduleError
+from lightning_afd.load import Link, Load, by_kind
 from lightning_afd.placement import Layout
 from lightning_afd.regime import regime_of
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.orders import ORDERS, build
 from lightning_afd.schedule.shape import Shape
-from lightning_afd.simulate import Link, Load, by_kind, simulate
+from lightning_afd.simulate import simulate
 from lightning_afd.timeline import Reduce, Timeline, waiting_seconds
 from lightning_afd.waits import (
     CAUSES,

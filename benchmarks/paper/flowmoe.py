@@ -12,10 +12,11 @@ from lightning_afd.baselines.stages import Stages
 from lightning_afd.baselines.units import interleaved
 from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices, Job
 from lightning_afd.cost.model import AttentionShape, ExpertsShape, LayerShape, Linear, ModelShape
+from lightning_afd.load import Chunks, Load
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.recipes.shapes import named_cluster
 from lightning_afd.schedule.shape import Schedule
-from lightning_afd.simulate import Chunks, Load, simulate
+from lightning_afd.simulate import simulate
 from paper.jobs import Section, table
 
 RANKS, ROWS, TOKENS = 16, 4, 1024

@@ -13,10 +13,11 @@ from lightning_afd.baselines.loads import load_of, pace_of
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.memory import memory_of, scheduled_activations
 from lightning_afd.cost.times import StepCosts, step_costs
+from lightning_afd.load import Load
 from lightning_afd.placement import Layout
 from lightning_afd.schedule.orders import Knobs, build
 from lightning_afd.schedule.shape import Schedule, Shape
-from lightning_afd.simulate import Load, Simulation, simulate
+from lightning_afd.simulate import Simulation, simulate
 
 GROUPS = (1, 2, 4, 8)
 """Groups per role that are tried."""

@@ -20,9 +20,10 @@ from lightning_afd.cost.reduces import sum_latency, sum_seconds
 from lightning_afd.cost.routing import visits
 from lightning_afd.cost.transfers import ROUTING_BYTES, row_bytes, slots_of
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Layout, Worker, split_sizes
+from lightning_afd.expert_map import split_sizes
+from lightning_afd.load import Chunks, Link, Load, collocated
+from lightning_afd.placement import Layout, Worker
 from lightning_afd.schedule.actions import Op, Phase
-from lightning_afd.simulate import Chunks, Link, Load, collocated
 
 T = TypeVar("T")
 _Table = dict[tuple[Op, Phase], float]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lightning_afd.cost.times import StepCosts
 from lightning_afd.cost.transfers import ActionCost
+from lightning_afd.load import Link, Load
 from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action, Op
 from lightning_afd.schedule.fill import Pace
-from lightning_afd.simulate import Link, Load
 
 
 def load_of(costs: StepCosts, *, reduces: bool = True) -> Load:

@@ -14,10 +14,11 @@ from lightning_afd.baselines.collocated import Costs
 from lightning_afd.baselines.kept import Kept
 from lightning_afd.baselines.programs import Style, slot_actions
 from lightning_afd.baselines.units import Slot, Unit
+from lightning_afd.load import Load
 from lightning_afd.placement import ROLES, Role, Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.shape import Schedule
-from lightning_afd.simulate import Load, simulate
+from lightning_afd.simulate import simulate
 
 _End = tuple[bool, int, int]
 """Whether it is a forward, chunk, and first micro-batch of what a stage passes on."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import Worker, split_sizes
+from lightning_afd.expert_map import split_sizes
+from lightning_afd.placement import Worker
 from lightning_afd.schedule.actions import Action
 from lightning_afd.schedule.shape import Shape
 

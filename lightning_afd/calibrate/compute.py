@@ -18,10 +18,12 @@ from lightning_afd.calibrate.sample_job import ONE_EACH, SampleJob
 from lightning_afd.calibrate.setting import Setting, Taken, Timed, Times
 from lightning_afd.cost.measured import Point
 from lightning_afd.cost.times import StepCosts, step_costs
-from lightning_afd.model.experts import ExpertShard, shard_experts
+from lightning_afd.expert_map import split_sizes
+from lightning_afd.model.experts import ExpertShard
+from lightning_afd.model.experts_module import shard_experts
 from lightning_afd.model.sample import Sample
 from lightning_afd.model.split import MoELayer
-from lightning_afd.placement import Layout, split_sizes
+from lightning_afd.placement import Layout
 
 
 class Bench:

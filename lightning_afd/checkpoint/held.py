@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_afd.errors import CheckpointError
-from lightning_afd.model.experts import rows_of
+from lightning_afd.expert_map import ExpertRows
+from lightning_afd.model.experts_module import rows_of
 from lightning_afd.model.place import foreign_names, is_owned
 from lightning_afd.model.split import mark_of
-from lightning_afd.placement import ExpertRows
 
 State = dict[str, Any]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_afd.checkpoint.tensors import Part
 from lightning_afd.errors import CheckpointError
-from lightning_afd.model.experts import rows_of
+from lightning_afd.model.experts_module import rows_of
 
 GroupNames = list[list[str]]
 ByName = dict[str, dict[str, Any]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_afd.checkpoint.optimizer_state import ByName, by_number
 from lightning_afd.checkpoint.tensors import TensorReader
 from lightning_afd.errors import CheckpointError
-from lightning_afd.placement import ExpertRows
+from lightning_afd.expert_map import ExpertRows
 
 META = "meta.pt"
 FORMAT = 2

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lightning_afd.errors import CheckpointError
-from lightning_afd.placement import ExpertRows
+from lightning_afd.expert_map import ExpertRows
 
 METADATA = ".metadata"
 TensorPath = tuple[str, ...]

@@ -10,7 +10,8 @@ from lightning_afd.cost.job import Job
 from lightning_afd.cost.model import ExpertsShape, LayerShape, SegmentShape, parameters_of
 from lightning_afd.cost.traffic import load_of
 from lightning_afd.cost.transfers import ROUTING_BYTES, layer_traffic, row_bytes, slots_of
-from lightning_afd.placement import Role, Worker, split_sizes
+from lightning_afd.expert_map import split_sizes
+from lightning_afd.placement import Role, Worker
 from lightning_afd.schedule.actions import Action
 
 WIDE = 4

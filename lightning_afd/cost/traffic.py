@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from lightning_afd.cost.job import Job
 from lightning_afd.cost.model import ExpertsShape
 from lightning_afd.cost.routing import visits
-from lightning_afd.placement import Worker, split_sizes
+from lightning_afd.expert_map import split_sizes
+from lightning_afd.placement import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

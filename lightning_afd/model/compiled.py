@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.experts import is_experts
+from lightning_afd.model.experts_module import is_experts
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.experts import is_experts
+from lightning_afd.model.experts_module import is_experts
 from lightning_afd.model.hub_folder import HubFolder
 from lightning_afd.model.place import is_foreign
 from lightning_afd.model.split import num_experts_of

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.experts import rows_of, shard_experts
+from lightning_afd.expert_map import ExpertMap
+from lightning_afd.model.experts_module import rows_of, shard_experts
 from lightning_afd.model.port import patch_forward
 from lightning_afd.model.split import DecoderLayer, MoELayer, Placed, mark_of
-from lightning_afd.placement import ExpertMap, Layout
+from lightning_afd.placement import Layout
 
 
 def is_owned(parameter: Tensor) -> bool:

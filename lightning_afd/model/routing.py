@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_afd.device import HostValues, places_of
-from lightning_afd.placement import ExpertMap
+from lightning_afd.expert_map import ExpertMap
 
 Capacity = Literal["counted", "full"]
 CAPACITIES: tuple[Capacity, ...] = ("counted", "full")

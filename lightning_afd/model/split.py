@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_afd.errors import PlanError
 from lightning_afd.model.compiled import refuse_compiled, refuse_compiled_routers
-from lightning_afd.model.experts import check_experts, is_experts
+from lightning_afd.model.experts_module import check_experts, is_experts
 from lightning_afd.model.shared import INSTEAD, SharedExperts, find_shared
 from lightning_afd.placement import Layout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_afd.placement import ExpertMap
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.schedule.orders import Knobs
 from lightning_afd.schedule.programs import programs_of
 from lightning_afd.schedule.shape import Schedule, Shape

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_afd.errors import AFDError, RecordingError
-from lightning_afd.placement import ExpertMap, Layout, Worker
+from lightning_afd.expert_map import ExpertMap
+from lightning_afd.placement import Layout, Worker
 from lightning_afd.recording.record import NicTraffic, RankClock, Recording, Traffic, Versions
 from lightning_afd.schedule.actions import Action, Step
 from lightning_afd.schedule.fill import Pace

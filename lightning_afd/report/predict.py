@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median
 
+from lightning_afd.load import Link, Load, apart, collocated
 from lightning_afd.placement import Worker
 from lightning_afd.recording import Recording
 from lightning_afd.schedule.actions import Action, Op
-from lightning_afd.simulate import Link, Load, apart, collocated, simulate
+from lightning_afd.simulate import simulate
 from lightning_afd.timeline import Reduce, Span, Timeline
 from lightning_afd.waits import Wait
 

@@ -13,10 +13,11 @@ from lightning_afd.baselines.programs import Style, collocated_schedule
 from lightning_afd.baselines.stages import Stages
 from lightning_afd.baselines.units import interleaved, two_directions
 from lightning_afd.errors import PlanError, ScheduleError
+from lightning_afd.load import Chunks, Link, Load, by_kind, collocated
 from lightning_afd.placement import Worker
 from lightning_afd.schedule.check import check
 from lightning_afd.schedule.shape import Schedule
-from lightning_afd.simulate import Chunks, Link, Load, by_kind, collocated, simulate
+from lightning_afd.simulate import simulate
 
 UNIT = {"Af": 1, "Ab": 1, "Aw": 1, "Ef": 1, "Eb": 1, "Ew": 1, "Tf": 0, "Tb": 0, "Tw": 0}
 WHOLE = UNIT | {"Ab": 2, "Tb": 0}

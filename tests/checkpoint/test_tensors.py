@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from lightning_afd.checkpoint import tensors
 from lightning_afd.checkpoint.tensors import METADATA, Part, SavePlanner, TensorReader
 from lightning_afd.errors import CheckpointError
-from lightning_afd.placement import ExpertMap, ExpertRows
+from lightning_afd.expert_map import ExpertMap, ExpertRows
 
 WEIGHT = ("state_dict", "layer.experts.down_proj")
 MAPS = {

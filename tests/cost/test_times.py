@@ -16,7 +16,8 @@ from lightning_afd.cost.routing import expected_copies, sampling_imbalance, visi
 from lightning_afd.cost.times import StepCosts, step_costs
 from lightning_afd.cost.traffic import load_of
 from lightning_afd.errors import PlanError
-from lightning_afd.placement import ExpertMap, Layout, Worker
+from lightning_afd.expert_map import ExpertMap
+from lightning_afd.placement import Layout, Worker
 from lightning_afd.recipes.shapes import named_cluster, named_model
 
 A0, F0 = Worker("A", 0), Worker("F", 0)

@@ -11,7 +11,7 @@ from tiny import TinyBlock, TinyConfig, TinyExperts, TinyLayer, TinyMLP, TinyOut
 from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError
-from lightning_afd.model.experts import Flags, flags_of
+from lightning_afd.model.experts_module import Flags, flags_of
 from lightning_afd.model.port import suspended_layers
 from lightning_afd.model.split import decoder_layers, find_moe_layers
 from lightning_afd.placement import Layout

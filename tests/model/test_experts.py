@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError, ProtocolError, ScheduleError
 from lightning_afd.model import experts as experts_module
-from lightning_afd.model.experts import ExpertShard, is_experts, shard_experts
+from lightning_afd.model.experts import ExpertShard
+from lightning_afd.model.experts_module import is_experts, shard_experts
 
 NAMES = ["tiny", *HF]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -17,7 +17,7 @@ from lightning_afd import from_pretrained
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.model import hub_folder
-from lightning_afd.model.experts import shard_experts
+from lightning_afd.model.experts_module import shard_experts
 from lightning_afd.model.hub_import import load_pretrained
 from lightning_afd.model.place import is_owned, mark_placed
 from lightning_afd.model.split import find_moe_layers

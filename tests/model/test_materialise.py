@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_afd.engine import Engine
 from lightning_afd.errors import PlanError
 from lightning_afd.model.compiled import plain_name
-from lightning_afd.model.experts import shard_experts
+from lightning_afd.model.experts_module import shard_experts
 from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import is_owned
 from lightning_afd.placement import Layout

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.model.routing import Route, Router, empty_route
-from lightning_afd.placement import ExpertMap
 
 CPU = torch.device("cpu")
 

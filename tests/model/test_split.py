@@ -12,9 +12,9 @@ from tiny import HF, TinyConfig, TinyExperts, TinyMoE, tiny, tiny_hf
 from torch import nn
 
 from lightning_afd.errors import PlanError
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.model.place import keep_attention, keep_experts, owned_bytes
 from lightning_afd.model.split import MoELayer, decoder_layers, find_moe_layers
-from lightning_afd.placement import ExpertMap
 
 
 def expert_parameters(layers: Sequence[MoELayer]) -> list[nn.Parameter]:

@@ -11,7 +11,7 @@ import pytest
 from recorded import recorded, simulated
 
 from lightning_afd.errors import RecordingError
-from lightning_afd.placement import ExpertMap
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.recording import NicTraffic, Recording, load, recordings_in, save, write_chrome_trace
 from lightning_afd.recording.saved import encode
 from lightning_afd.schedule.fill import Pace

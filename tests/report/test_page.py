@@ -13,7 +13,7 @@ from recorded import recorded
 from reports import run_folder, run_of, step_of
 
 import lightning_afd
-from lightning_afd.placement import ExpertMap
+from lightning_afd.expert_map import ExpertMap
 from lightning_afd.report import PANELS, REPORT, has_recordings, write_report
 from lightning_afd.report.page import page, section
 from lightning_afd.schedule.shape import Shape

@@ -10,7 +10,8 @@ from recorded import recorded, spans
 from reports import BYTES, run_folder, run_of, step_of
 
 from lightning_afd.errors import RecordingError
-from lightning_afd.placement import ExpertMap, Layout
+from lightning_afd.expert_map import ExpertMap
+from lightning_afd.placement import Layout
 from lightning_afd.recording import NicTraffic, RankClock, Recording, Traffic, save
 from lightning_afd.regime import regime_of
 from lightning_afd.report.charts import LEVELS, level_of

@@ -14,7 +14,7 @@ from pool import RankPool
 from torch import Tensor, nn
 
 from lightning_afd.checkpoint import CheckpointReader, read_whole
-from lightning_afd.model.experts import rows_of
+from lightning_afd.model.experts_module import rows_of
 from lightning_afd.model.place import is_owned
 from lightning_afd.placement import Groups
 

@@ -13,7 +13,8 @@ from tiny import TinyMoE, TinyRouter, tiny
 from torch import Tensor
 
 from lightning_afd.errors import ProtocolError, StaleMessage
-from lightning_afd.placement import Layout, split_sizes
+from lightning_afd.expert_map import split_sizes
+from lightning_afd.placement import Layout
 from lightning_afd.schedule.actions import Action
 from lightning_afd.transport.base import Channel, tag_of
 from lightning_afd.transport.link import Link
