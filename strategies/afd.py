@@ -23,6 +23,7 @@ from lightning_afd.namespace import MisconfigurationException, namespace_of
 from lightning_afd.optimizer import drop_foreign
 from lightning_afd.plan import make_plan
 from lightning_afd.recording.saved import FOLDER
+from lightning_afd.strategies.deepspeed_zero import keep_native_half
 from lightning_afd.strategies.divided import Division, divide_state
 from lightning_afd.strategies.driver import Driver, StepStats
 from lightning_afd.strategies.expert_balance import ExpertBalance
@@ -195,6 +196,7 @@ class AFDStrategy(PlannedStrategy):
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, self.strategy_name, sharding, self.root_device)
             drop_foreign(optimizer)
+            keep_native_half(optimizer)
         if sharding != "none":
             assert self.engine is not None and self._groups is not None
             replicas = self.layout.attention if self.engine.is_attention else 1

@@ -77,7 +77,8 @@ class AFDConfig(TrainingConfig):
     """Whether A ranks of a group divide their optimizer state: by parameters with torch's ZeroRedundancyOptimizer
     ("torch"), or in equal parts with ZeRO stage 1 of DeepSpeed ("deepspeed", an extra), for float32 parameters.
 
-    Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer.
+    Saves memory, not time; F ranks hold no expert twice and keep the plain optimizer. With "deepspeed" all ranks keep
+    the state of a DeepSpeedCPUAdam in the host's memory.
     """
     fallback: Literal["collocated", "error"] = "collocated"
     """What happens where attention and ffn are left open and separate ranks make no sense, as on 1 rank or where the

@@ -10,9 +10,11 @@ import importlib
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +51,19 @@ def check_installed() -> None:
         )
 
 
+def keep_native_half(optimizer: Any) -> None:
+    """Let what a DeepSpeedCPUAdam has in C++ live as long as the optimizer; others stay as they are.
+
+    Lightning wraps an optimizer in an object of a subclass that looks up all attributes in it. Each wrapper that is
+    dropped, one at least in every set-up, would delete by DeepSpeed's `__del__` what the optimizer still needs, and its
+    next step would end the process.
+    """
+    operator = getattr(optimizer, "ds_opt_adam", None)
+    if operator is not None:
+        optimizer.ds_opt_adam = SimpleNamespace(**{**vars(operator), "destroy_adam": lambda number: None})
+        weakref.finalize(optimizer, operator.destroy_adam, optimizer.opt_id).atexit = False
+
+
 class ZeroParts:
     """The parts of one optimizer; with `offload` they lie in the host's memory, with their state and master weights."""
 
@@ -69,8 +84,6 @@ class ZeroParts:
         self._disconnect()
         if not offload:
             self._share_weights()
-        elif hasattr(optimizer, "ds_opt_adam"):
-            _renew_native_half(optimizer)
 
     @property
     def group(self) -> Any:
@@ -120,19 +133,6 @@ class ZeroParts:
     def _disconnect(self) -> None:
         self._zero.dp_process_group = None
         self._zero.real_dp_process_group = []
-
-
-def _renew_native_half(optimizer: Any) -> None:
-    """Give a DeepSpeedCPUAdam another number for its half in C++.
-
-    Lightning has wrapped the optimizer before it was divided, in a copy with all its attributes: when that is dropped,
-    it deletes what has the old number, and the next step would end the process.
-    """
-    kind, defaults = type(optimizer), optimizer.defaults
-    optimizer.opt_id = kind.optimizer_id
-    kind.optimizer_id += 1
-    rates = (defaults["lr"], *defaults["betas"], defaults["eps"], defaults["weight_decay"])
-    optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *rates, optimizer.adam_w_mode, False)
 
 
 def _open(optimizer: Optimizer, group: Any, offload: bool) -> Any:

@@ -145,10 +145,10 @@ def _refuse_host_adam(sharding: Sharding, device: torch.device) -> None:
             f"{HOST_ADAM} keeps optimizer state of CUDA devices in the host's memory, and this run computes on the "
             f"{device.type}: return torch.optim.AdamW(..., fused=True) from configure_optimizers"
         )
-    if device.type == "cuda":
+    if sharding != "deepspeed" and device.type == "cuda":
         raise MisconfigurationException(
-            f"{HOST_ADAM} cannot be used on {device} yet: its operator has crashed inside of a fit; return "
-            "torch.optim.AdamW(..., fused=True) from configure_optimizers"
+            f"{HOST_ADAM} cannot update parameters on {device}: use optimizer_sharding='deepspeed', which keeps its "
+            "state in the host's memory, or return torch.optim.AdamW(..., fused=True)"
         )
 
 

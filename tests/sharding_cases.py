@@ -20,10 +20,14 @@ from torch.optim import lr_scheduler
 
 from lightning_afd.model.place import is_owned
 from lightning_afd.strategies import config, divided
+from lightning_afd.strategies.deepspeed_zero import installed_version
 from lightning_afd.strategies.divided import share_of
 
 STEPS = 6
 SAVED = 3
+needs_deepspeed = pytest.mark.skipif(installed_version() is None, reason="needs pip install 'lightning-afd[deepspeed]'")
+engines = pytest.mark.parametrize("sharding", ["stand-in", pytest.param("deepspeed", marks=needs_deepspeed)])
+"""Both, of what divides in equal parts."""
 
 
 def _sequential(optimizer: torch.optim.Optimizer) -> Any:

@@ -3,7 +3,6 @@
 Each case runs with a stand-in for DeepSpeed, and with DeepSpeed where it is installed.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,23 @@ import torch
 from fits import Run
 from flat_parts import FlatParts
 from pool import RankErrors, RankPool, RemoteError
-from sharding_cases import SAVED, Case, Grouped, Result, Watch, fit, joined, one, same
+from sharding_cases import SAVED, Case, Grouped, Result, Watch, engines, fit, joined, one, same
 from torch import nn
 
 from lightning_afd.namespace import MisconfigurationException
-from lightning_afd.strategies import deepspeed_zero, refusals
+from lightning_afd.strategies import deepspeed_zero
 from lightning_afd.strategies.config import AFDConfig
 from lightning_afd.strategies.flat_optimizer import fragments
 from lightning_afd.strategies.refusals import refuse_optimizer
 
 RUN = Run(layout="2A+1F")
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"scheduler": "lambda", "options": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 4}},
     "values": {"scheduler": "one cycle", "options": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}},
     "a step left out": {"scheduler": "plateau", "poison": True, "options": {"gradient_clip_val": 0.1}},
     "a hook of the user": {"scheduler": "sequential", "hook": True, "optimizer": torch.optim.RMSprop},
 }
-engines = pytest.mark.parametrize(
-    "sharding",
-    [
-        "stand-in",
-        pytest.param(
-            "deepspeed",
-            marks=pytest.mark.skipif(
-                deepspeed_zero.installed_version() is None, reason="needs pip install 'lightning-afd[deepspeed]'"
-            ),
-        ),
-    ],
-)
 
 
 @engines
@@ -187,65 +174,12 @@ def test_every_number_lies_in_one_part() -> None:
         assert fragments(parameters, part + 1, size) == []
 
 
-class DeepSpeedCPUAdam(torch.optim.AdamW):
-    """Has the name of DeepSpeed's optimizer for the host's memory, and counts steps in an int as that one does."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """AdamW's."""
-        for state in self.state.values():
-            state["step"] = torch.tensor(float(state["step"]))
-        super().step(closure)
-        for state in self.state.values():
-            state["step"] = int(state["step"])
-
-
-def _fit_on_host(sharding: str, paths: dict[str, Path]) -> list[Result]:
-    """Six steps, those from the third on resumed, and resumed with a plain optimizer; with CPU for CUDA."""
-    host = Case(sharding=sharding, optimizer=DeepSpeedCPUAdam, scheduler="lambda")
-    plain = Case(sharding="none", scheduler="lambda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refusals, "_refuse_host_adam", lambda *_: None)
-        return [
-            *fit(RUN, [plain], paths["plain"]),
-            *fit(RUN, [host], paths["host"]),
-            *fit(RUN, [host], None, paths["host"]),
-            *fit(RUN, [host], None, paths["plain"]),
-            *fit(RUN, [plain], None, paths["host"]),
-        ]
-
-
-@engines
-def test_state_in_the_memory_of_the_host(pool: RankPool, tmp_path: Path, sharding: str) -> None:
-    """Every rank has flat parts then, FFN ranks of their own experts; checkpoints are those of any other optimizer."""
-    paths = {name: tmp_path / f"{name}.ckpt" for name in ("plain", "host")}
-    ranks = pool.run(_fit_on_host, RUN.world, sharding, paths, timeout=200)
-    for plain, *others in ranks:
-        assert all(same(plain.weights, other.weights) for other in others)
-    for rank, parts in ((0, 2), (1, 2), (2, 1)):
-        plain, host = ranks[rank][:2]
-        assert host.names == ["DeepSpeedCPUAdam"] * 2 and abs(host.kept - plain.kept / parts) <= 2 * 4
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "sharding", "device", "said"),
-    [
-        (torch.optim.Adafactor, "deepspeed", CPU, "Adafactor is not known to work: choose one of Adam, AdamW, .*SGD"),
-        (DeepSpeedCPUAdam, "deepspeed", CPU, "of CUDA devices in the host's memory, and this run computes on the cpu"),
-        (DeepSpeedCPUAdam, "torch", CUDA, "cannot be used on cuda yet"),
-        (DeepSpeedCPUAdam, "none", CUDA, "cannot be used on cuda yet"),
-        (DeepSpeedCPUAdam, "none", CPU, ""),
-        (DeepSpeedCPUAdam, "deepspeed", CUDA, "cannot be used on cuda yet"),
-        (torch.optim.AdamW, "deepspeed", CPU, ""),
-    ],
-)
-def test_optimizers_that_cannot_be_cut(optimizer: Callable[..., Any], sharding: Any, device: Any, said: str) -> None:
-    made = optimizer(nn.Linear(1, 1).parameters(), lr=0.1)
-    if not said:
-        refuse_optimizer(made, "afd", sharding, device)
-        return
+def test_optimizers_that_cannot_be_cut() -> None:
+    parameters = list(nn.Linear(1, 1).parameters())
+    refuse_optimizer(torch.optim.AdamW(parameters), "afd", "deepspeed", CPU)
+    said = "Adafactor is not known to work: choose one of Adam, AdamW, .*SGD"
     with pytest.raises(MisconfigurationException, match=said) as caught:
-        refuse_optimizer(made, "afd", sharding, device)
+        refuse_optimizer(torch.optim.Adafactor(parameters), "afd", "deepspeed", CPU)
     assert "\n" not in str(caught.value)
 
 
