@@ -10,7 +10,7 @@ from lightning_afd.allocate.fit import Fitting
 from lightning_afd.allocate.request import Candidate, Request
 from lightning_afd.cost.job import BatchShape
 from lightning_afd.cost.model import LayerShape, ModelShape
-from lightning_afd.placement import Layout
+from lightning_afd.placement import Layout, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,14 @@ def _variants(request: Request, layout: Layout) -> Iterator[tuple[str, Request, 
     for imbalance in (1.2, 1.5):
         uneven = replace(request.choices, imbalance=request.choices.imbalance * imbalance)
         yield f"busiest FFN rank {imbalance} x the mean", replace(request, choices=uneven), layout
+    if request.choices.dedup == "rank" and _shares_nodes(request, layout):
+        yield "one copy per node (dedup=node)", replace(request, choices=replace(request.choices, dedup="node")), layout
+
+
+def _shares_nodes(request: Request, layout: Layout) -> bool:
+    """Whether FFN ranks of a group share a node while not all ranks do."""
+    nodes = {request.cluster.node_of(rank) for rank in layout.ranks_of(Worker("F", 0))}
+    return len(nodes) < layout.ffn and layout.world > request.cluster.devices_per_node
 
 
 def with_top_k(model: ModelShape, factor: float) -> ModelShape:
