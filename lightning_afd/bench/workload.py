@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_afd.model.split import MoELayer, find_moe_layers
+from lightning_afd.model.split import find_moe_layers
 
 OptimizerName = Literal["sgd", "adamw"]
 
@@ -33,8 +33,7 @@ class Workload:
     lr: float = 1e-2
     seed: int = 1
     skew: float = 0.0
-    """How much routers favour the first experts over the last ones: the former's logits are so many of their standard
-    deviations larger at the start, the latter's smaller."""
+    """How uneven tokens are, and with them routing: the v-th id is drawn v ** -skew as often as the first (Zipf's law)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """What AutoConfig.for_model gets instead of these sizes or besides: another `model_type`, for example."""
 
@@ -71,44 +70,22 @@ class Workload:
 
         with torch.random.fork_rng(), device:
             torch.manual_seed(self.seed)
-            model = AutoModelForCausalLM.from_config(self.config()).train()
-        if self.skew:
-            lean(model, self.skew)
-        return model
+            return AutoModelForCausalLM.from_config(self.config()).train()
 
     def batch(self, step: int) -> Tensor:
         """Ids [B, S] of a step, the same on all ranks."""
         numbers = torch.Generator().manual_seed(self.seed * 100_003 + step)
-        return torch.randint(0, self.vocabulary, (self.sequences, self.seq_len), generator=numbers)
+        if not self.skew:
+            return torch.randint(0, self.vocabulary, (self.sequences, self.seq_len), generator=numbers)
+        weights_V = torch.arange(1, self.vocabulary + 1).double() ** -self.skew
+        ids = torch.multinomial(weights_V, self.sequences * self.seq_len, replacement=True, generator=numbers)
+        return ids.view(self.sequences, self.seq_len)
 
     def make_optimizer(self, parameters: Any, *, fused: bool = True) -> torch.optim.Optimizer:
         """That of this rank's parameters, or groups of them; some tensors, as DTensor, have no fused one."""
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=self.lr, fused=fused)
         return torch.optim.SGD(parameters, lr=self.lr, fused=fused)
-
-
-@torch.no_grad()
-def lean(model: nn.Module, skew: float) -> None:
-    """Let routers favour the first experts: all embeddings get one direction more, along which routers tell experts
-    apart. What they see is normalised, so that about half of it is this direction.
-    """
-    embedding_VH = model.get_input_embeddings().weight  # type: ignore[operator]
-    direction_H = torch.ones_like(embedding_VH[0]) / embedding_VH.shape[1] ** 0.5
-    embedding_VH += embedding_VH.norm(dim=1).mean() * direction_H
-    for layer in find_moe_layers(model):
-        favour_E = skew * torch.linspace(1, -1, layer.num_experts, device=direction_H.device)
-        for weight_EH in _routers(layer):
-            weight_EH += weight_EH.std() * 2**0.5 * favour_E[:, None] * direction_H
-
-
-def _routers(layer: MoELayer) -> list[nn.Parameter]:
-    experts = set(layer.experts.parameters())
-    return [
-        parameter
-        for parameter in layer.layer.parameters()
-        if parameter not in experts and parameter.dim() == 2 and parameter.shape[0] == layer.num_experts
-    ]
 
 
 @torch.no_grad()
