@@ -33,7 +33,7 @@ class Workload:
     lr: float = 1e-2
     seed: int = 1
     skew: float = 0.0
-    """How uneven tokens are, and with them routing: the v-th id is drawn v ** -skew as often as the first (Zipf's law)."""
+    """How uneven tokens, and so routing, are: the v-th id is drawn v ** -skew as often as the first (Zipf's law)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """What AutoConfig.for_model gets instead of these sizes or besides: another `model_type`, for example."""
 
