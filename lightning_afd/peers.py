@@ -44,8 +44,8 @@ class Peers:
 
         Those of a node take turns, replica after replica.
         """
-        ranks, replica = self.layout.ranks_of(self.shape.experts(layer)), self.layout.index_of(self.rank)
-        return [ranks[node[replica % len(node)]] for node in self.nodes_of(layer)]
+        ranks = self.layout.ranks_of(self.shape.experts(layer))
+        return [ranks[node[self._index % len(node)]] for node in self.nodes_of(layer)]
 
     def nodes_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
         """Places of the F ranks of a layer in their group, by node."""
@@ -67,6 +67,11 @@ class Peers:
         return tuple(ranks[place] for place in self.node)
 
     @cached_property
+    def _index(self) -> int:
+        """Place of this rank in its group: the data replica of an A rank."""
+        return self.layout.index_of(self.rank)
+
+    @cached_property
     def _place(self) -> int:
         return self.layout.ranks_of(self._ffn_worker).index(self.rank)
 
@@ -84,14 +89,14 @@ class Peers:
 
     def receiver(self, action: Action) -> int:
         """The rank to which an A rank sends a hop or router logits."""
-        return self.counterparts(action, self.layout.index_of(self.rank))[1]
+        return self.counterparts(action, self._index)[1]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
         """The data replicas of an A rank, or those whose tails an F rank runs."""
         if self.layout.worker_of(self.rank).role == "F":
             return self.layout.tails_of(self.rank)
-        return (self.layout.index_of(self.rank),)
+        return (self._index,)
 
     def counterparts(self, action: Action, replica: int) -> tuple[int, int]:
         """Sender and receiver of a hop or of router logits: the same data replica on both."""

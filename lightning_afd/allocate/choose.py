@@ -27,7 +27,8 @@ class Effort:
     slack: float = 1.25
     """Far beyond what the formula is wrong by."""
     refined: int = 4
-    """Of these, how many are simulated with all orders and the longest runs that fit; the best one with all runs."""
+    """Of these, how many are simulated with all orders, the longest runs that fit, and other ranks in a node; the best
+    one with all runs."""
     solver: Solver = "auto"
     """Of the linear program."""
     predict: Mapping[str, Predict] = field(default_factory=baselines)

@@ -92,12 +92,13 @@ class Comparison:
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         losses, problems = zip(*self._job.gather((loss, problem)), strict=True)
-        rank = next((rank for rank, one in enumerate(problems) if one), None)
-        if rank is None and entry is not None:
-            entry.losses.append(sum(losses))
-            return entry
-        self.left_out.append(f"{contender.name}: left out, as rank {rank} raised {problems[rank or 0]}")
-        return None
+        failed = next(((rank, one) for rank, one in enumerate(problems) if one), None)
+        if failed is not None:
+            self.left_out.append(f"{contender.name}: left out, as rank {failed[0]} raised {failed[1]}")
+            return None
+        assert entry is not None
+        entry.losses.append(sum(losses))
+        return entry
 
     def section(self, rate: str, effort: Effort) -> Section:
         """Measure under the present condition of the network, which is called `rate`."""

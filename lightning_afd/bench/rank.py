@@ -90,9 +90,9 @@ def run(settings: Settings) -> Result | None:
 
 
 def _routing(job: Job) -> list[str]:
-    """How uneven routing is, where that was asked for."""
+    """How uneven routing is, where that was asked for; on rank 0, whose notes are shown."""
     skew = job.workload.skew
-    if not skew:
+    if not skew or job.rank:
         return []
     most = busiest_expert(job.workload, job.device)
     return [f"workload.skew={skew:g}: the busiest expert of a layer gets {most:.2f} times the mean of its experts"]

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_afd.transport.announced import ANNOUNCEMENT_BYTES
-from lightning_afd.transport.base import CHANNELS, GROUP_CHANNELS, Channel, Incoming
+from lightning_afd.transport.base import CHANNELS, GROUP_CHANNELS, NODE_CHANNELS, Channel, Incoming
 from lightning_afd.transport.p2p import P2PTransport, Posted, ProcessGroups
 
-_NUMBERS = {channel: number for number, channel in enumerate(CHANNELS + GROUP_CHANNELS)}
+_NUMBERS = {channel: number for number, channel in enumerate(CHANNELS + GROUP_CHANNELS + NODE_CHANNELS)}
 _IN_STOCK = 2
 """Buffers of a size that are there before they are needed, the one that is being taken included."""
 

@@ -56,6 +56,7 @@ def train(layout: Layout, order: str) -> tuple[float, Gradients, int]:
     ("layout", "order"),
     [
         (Layout(attention=2, ffn=2), "af-pipe"),
+        (Layout(attention=2, ffn=2, node_ranks=2), "af-pipe"),
         (Layout(attention=1, ffn=1, groups=2), "zero-bubble"),
         (Layout.together(2), "flowmoe"),
     ],
