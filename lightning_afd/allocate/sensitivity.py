@@ -10,7 +10,7 @@ from lightning_afd.allocate.fit import Fitting
 from lightning_afd.allocate.request import Candidate, Request
 from lightning_afd.cost.job import BatchShape
 from lightning_afd.cost.model import LayerShape, ModelShape
-from lightning_afd.placement import Layout, Worker
+from lightning_afd.placement import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ def _variants(request: Request, layout: Layout) -> Iterator[tuple[str, Request, 
 
 def _shares_nodes(request: Request, layout: Layout) -> bool:
     """Whether FFN ranks of a group share a node while not all ranks do."""
-    nodes = {request.cluster.node_of(rank) for rank in layout.ranks_of(Worker("F", 0))}
-    return len(nodes) < layout.ffn and layout.world > request.cluster.devices_per_node
+    ranks = request.cluster.devices_per_node
+    return layout.world > ranks and replace(layout, node_ranks=ranks).spreads
 
 
 def with_top_k(model: ModelShape, factor: float) -> ModelShape:
