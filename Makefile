@@ -49,7 +49,7 @@ docs: $(stamp)  ## write docs/reference.md and the pictures of docs/method.md ag
 	$(bin)/python docs/make_reference.py
 	$(bin)/python docs/draw_method.py
 
-numbers: $(stamp)  ## the whole benchmark (an hour or two, root), written into docs/benchmarks.md
+numbers: $(stamp)  ## the whole matrix of the benchmark (an hour or two, root), written into docs/benchmarks.md
 	$(bin)/lightning-afd bench bench=full docs=docs/benchmarks.md $(ARGS)
 
 checks: lint test  ## all that CI runs: format, lint, types, tests
@@ -66,5 +66,5 @@ format: $(stamp)  ## format the code and apply safe fixes
 build: $(stamp)  ## build sdist and wheel into dist/
 	$(bin)/python -m build --no-isolation
 
-clean:  ## remove what builds, tests and recipes left behind, but not .venv
-	rm -rf build dist outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove what builds and tests left behind; runs (outputs/, multirun/) and .venv stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
