@@ -52,7 +52,7 @@ TORCH = (
     *("reduction", "optimizer", "plan"),
     *("clock", "runtime", "receives", "in_flight", "tail_rank", "attention_hops", "attention_rank"),
     *("asked", "ffn_rank", "node_relay"),
-    *("owned", "engine", "rehearsal", "checkpoint", "measure", "calibrate"),
+    *("owned", "engine", "rehearsal", "checkpoint", "calibrate"),
 )
 LIGHTNING = (
     *("namespace", "callbacks", "corpus", "data", "strategies", "bench"),
