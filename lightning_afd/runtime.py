@@ -25,7 +25,9 @@ class Runtime:
         self.clock: Clock = HostClock()
         """Measures the next program, and what is done behind it."""
         self._measured_by = self.clock
+        self._program: list[Step] = []
         self._steps: list[Step] = []
+        """The same in the order in which they were executed."""
         self._chunks: list[int] = []
         self._marks: list[Any] = []
         """Start and end of each action."""
@@ -39,6 +41,7 @@ class Runtime:
         """Execute the steps in order; an exception gets a note with rank, role, layer and micro-batch."""
         self._measured_by, self._steps, self._marks = self.clock, [], []
         self._chunks, self._chunk_marks = [], []
+        self._program = [step for step in program if step.action.op != "S"]  # places for chunks are told apart
         self._measured_by.begin()
         now, mark = time.perf_counter, self._measured_by.mark
         for step in self._in_order(program):
@@ -50,7 +53,7 @@ class Runtime:
             except Exception as error:
                 error.add_note(f"rank {self._rank} ({step.worker}) failed in {action.place()}")
                 raise
-            if action.op != "S":  # a place for a chunk, which is told apart (see reduced)
+            if action.op != "S":
                 self._marks += start, mark()
                 self._steps.append(step)
         self._current = None, now()
@@ -96,16 +99,23 @@ class Runtime:
 
     @property
     def times(self) -> list[float]:
-        """Start and end (perf_counter) of each action of the last program that came to an end."""
-        return self._measured_by.seconds(self._marks)
+        """Start and end (perf_counter) of each action of the last program that came to an end, in its order: that an
+        action overtook a dispatch shows in the times."""
+        executed = {step: (start, end) for step, start, end in self._executed()}
+        return [time for step in self._program for time in executed[step]]
 
     @property
     def spans(self) -> list[Span]:
-        """These actions."""
-        times = self.times
-        timed = zip(self._steps, times[::2], times[1::2], strict=True)
+        """These actions, in the order in which they were executed."""
         both = len(self._tables) > 1
-        return [Span(s.action, self._rank, start, end, s.worker if both else None) for s, start, end in timed]
+        return [
+            Span(s.action, self._rank, start, end, s.worker if both else None) for s, start, end in self._executed()
+        ]
+
+    def _executed(self) -> Iterator[tuple[Step, float, float]]:
+        """The actions of the last program as they were executed, with start and end."""
+        times = self._measured_by.seconds(self._marks)
+        return zip(self._steps, times[::2], times[1::2], strict=True)
 
     @property
     def reduces(self) -> list[Reduce]:

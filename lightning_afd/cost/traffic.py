@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_afd.cost.job import Job
@@ -74,10 +73,10 @@ def traffic(job: Job, experts: ExpertsShape, senders: Worker, receivers: Worker)
 
     With `dedup="node"` one copy per node crosses the network and the links of that node carry it on, as in DeepEP.
     """
-    a_nodes = Counter(job.cluster.node_of(rank) for rank in job.layout.ranks_of(senders))
+    a_nodes = [job.cluster.node_of(rank) for rank in job.layout.ranks_of(senders)]
     nodes = _ffn_nodes(job, experts, receivers)
     everywhere, tokens = sum(node.over_nic for node in nodes.values()), job.batch.tokens
-    near = [nodes.get(number, _Node((), 0.0)) for number in a_nodes]
+    near = [nodes.get(number, _Node((), 0.0)) for number in set(a_nodes)]
     attention = Side(
         nic_rows=tokens * max(everywhere - node.over_nic for node in near),
         local_rows=tokens * max(sum(node.copies) for node in near),
@@ -109,18 +108,25 @@ def _ffn_nodes(job: Job, experts: ExpertsShape, receivers: Worker) -> dict[int, 
     }
 
 
-def _ffn_side(job: Job, a_nodes: Mapping[int, int], nodes: Mapping[int, _Node]) -> Side:
-    """The busiest F rank: those of a node share what comes to all of them over the network, if it comes once."""
+def _ffn_side(job: Job, a_nodes: Sequence[int], nodes: Mapping[int, _Node]) -> Side:
+    """The busiest F rank; those of a node take turns with what comes to all of them over the network, A rank after A
+    rank (`Peers.expert_ranks`), if it comes once."""
     nic, local = [], []
     tokens, choices, attention = job.batch.tokens, job.choices, job.layout.attention
     for number, node in nodes.items():
-        near = a_nodes.get(number, 0)
+        near = a_nodes.count(number)
         busiest = max(node.copies) * choices.imbalance
         busiest = busiest if choices.dedup == "none" else min(1.0, busiest)
         by_node = choices.dedup == "node"
-        nic.append(tokens * (attention - near) * (node.over_nic / len(node.copies) if by_node else busiest))
+        far = _most_relayed(a_nodes, number, len(node.copies)) if by_node else attention - near
+        nic.append(tokens * far * (node.over_nic if by_node else busiest))
         local.append(tokens * (attention if by_node else near) * busiest)
     return Side(nic_rows=max(nic), local_rows=max(local), peers=attention)
+
+
+def _most_relayed(a_nodes: Sequence[int], number: int, ranks: int) -> int:
+    """A ranks of other nodes whose rows the busiest of so many F ranks of a node takes."""
+    return max(sum(node != number for node in a_nodes[first::ranks]) for first in range(ranks))
 
 
 def _copies(job: Job, experts: ExpertsShape, owned: int) -> float:

@@ -20,7 +20,7 @@ class Part:
     """What one rank brings to a recording."""
 
     times: Sequence[float]
-    """Start and end of each action of its program, in seconds of its own clock."""
+    """Start and end of each action of its program, in the program's order and seconds of its own clock."""
     reduces: tuple[tuple[float, float, int], ...]
     """Start, end and bytes of each chunk of gradients."""
     sent: Mapping[tuple[str, int], tuple[int, int]]
@@ -76,14 +76,15 @@ def join(parts: Sequence[Part], layout: Layout, programs: Programs) -> Joined:
 
 
 def _timeline(parts: Sequence[Part], layout: Layout, programs: Programs, shifts: Sequence[float]) -> Timeline:
-    """What all ranks did, each rank's times shifted, in whole nanoseconds."""
+    """What all ranks did in the order of time, each rank's times shifted, in whole nanoseconds."""
     spans: list[Span] = []
     reduces: list[Reduce] = []
     for rank, (part, shift) in enumerate(zip(parts, shifts, strict=True)):
         times = [round((time + shift) * 1e9) / 1e9 for time in part.times]
         timed = zip(programs.by_worker[layout.worker_of(rank)], times[::2], times[1::2], strict=True)
         both = layout.collocated
-        spans += [Span(s.action, rank, start, end, s.worker if both else None) for s, start, end in timed]
+        own = (Span(s.action, rank, start, end, s.worker if both else None) for s, start, end in timed)
+        spans += sorted(own, key=lambda span: span.start)  # a computation may have overtaken a dispatch
         for chunk, (start, end, nbytes) in enumerate(part.reduces):
             start, end = (round((time + shift) * 1e9) / 1e9 for time in (start, end))
             reduces.append(Reduce(chunk, rank, start, end, nbytes))

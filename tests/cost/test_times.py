@@ -14,9 +14,10 @@ from lightning_afd.cost.job import PRECISIONS, BatchShape, Choices, Job
 from lightning_afd.cost.model import Linear, ModelShape, flops_of, mean_keys
 from lightning_afd.cost.routing import expected_copies, sampling_imbalance, visits
 from lightning_afd.cost.times import StepCosts, step_costs
-from lightning_afd.cost.traffic import load_of
+from lightning_afd.cost.traffic import load_of, traffic
 from lightning_afd.errors import PlanError
 from lightning_afd.expert_map import ExpertMap
+from lightning_afd.peers import Peers
 from lightning_afd.placement import Layout, Worker
 from lightning_afd.recipes.shapes import named_cluster, named_model
 
@@ -287,3 +288,19 @@ def test_cores_that_move_messages_compute_less() -> None:
         assert extra["A"] == pytest.approx(1e-6 * (50 * (3 + 3 + 2) + 10 * (d_sent + c_got + hop)))
         assert extra["E"] == pytest.approx(1e-6 * (50 * (2 + 2) + 10 * (d_got + c_sent)))
     assert costs.actions["E", 1, "w"] == before.actions["E", 1, "w"]
+
+
+@pytest.mark.parametrize(("attention", "ffn"), [(1, 12), (3, 14), (9, 12), (16, 16), (20, 12)])
+def test_relays_of_a_node_take_whole_attention_ranks(attention: int, ffn: int) -> None:
+    """One copy per node comes to the F rank of it whose turn it is: with few A ranks some have nothing to take."""
+    job = job_of("qwen3_paper", Layout(attention=attention, ffn=ffn, node_ranks=8))
+    rows = traffic(job, job.model.moe[0], A0, F0)
+    shape = replace(job.shape, spreads=True)
+    nodes = {rank: job.cluster.node_of(rank) for rank in range(job.layout.world)}
+    busiest = 0.0
+    for rank in job.layout.ranks_of(F0):
+        peers = Peers(job.layout, shape, rank)
+        per_node = visits(sum(128 // ffn + (place < 128 % ffn) for place in peers.node), 128, 8)
+        far = [other for other in peers.attention_ranks(0) if nodes[other] != nodes[rank]]
+        busiest = max(busiest, len(far) * 8192 * per_node)
+    assert rows.ffn.nic_rows == pytest.approx(busiest)

@@ -115,14 +115,33 @@ def test_times_are_whole_nanoseconds_from_the_first_action_on() -> None:
     assert all(a <= b for a, b in pairwise(times))
 
 
+def joined_step(job: LocalJob) -> Timeline:
+    """The step that a job has just made."""
+    part = {"reduces": (), "tokens_per_expert": (), "kernels": frozenset[str](), "host": "here", "source": "here"}
+    parts = [Part(times=engine.runtime.times, sent=dict(engine.link.sent), **part) for engine in job.engines]  # type: ignore[arg-type]
+    return join(parts, job.engines[0].plan.layout, job.engines[0].executed).timeline
+
+
+def test_actions_that_overtake_a_dispatch_keep_their_times() -> None:
+    """Where the host would wait for counts, a computation is launched before the dispatch that stands before it."""
+    job = LocalJob(tiny(layers=2), Layout(attention=1, ffn=1), "layer-major")
+    runtime = job.engines[0].runtime
+    runtime.would_wait = lambda action: (action.op, action.phase) == ("D", "f")
+    job.step(make_batches(1, 3))
+    executed = [span.action for span in runtime.spans]
+    assert executed != [step.action for step in job.engines[0].executed.by_worker[Worker("A", 0)]]
+    spans = joined_step(job).by_rank[0]
+    assert [span.action for span in spans] == executed
+    for mine, theirs in zip(spans, runtime.spans, strict=True):
+        assert mine.end - mine.start == pytest.approx(theirs.end - theirs.start, abs=3e-9)
+
+
 def test_ranks_with_both_roles_measure_one_program(tmp_path: Path) -> None:
     layout = Layout.together(2)
     job = LocalJob(tiny(layers=2), layout, "flowmoe")
     job.step(make_batches(2, 3))
-    part = {"reduces": (), "tokens_per_expert": (), "kernels": frozenset[str](), "host": "here", "source": "here"}
-    parts = [Part(times=engine.runtime.times, sent=dict(engine.link.sent), **part) for engine in job.engines]  # type: ignore[arg-type]
     programs, shape = job.engines[0].executed, job.engines[0].plan.shape(3)
-    timeline = join(parts, layout, programs).timeline
+    timeline = joined_step(job)
     for spans in timeline.by_rank.values():
         assert [Step(timeline.worker(span), span.action) for span in spans] == list(programs.by_worker[Worker("A", 0)])
     waits = waits_of(timeline, shape)
