@@ -80,16 +80,19 @@ class Owned:
         load_pretrained(root, ids, device)
         materialise(root, ids, device, seed)
         if len(self._layout.copies_of(self._rank)) > 1:
-            self._equalise(root, layers)
+            self._equalise(root, layers, device)
 
-    def _equalise(self, root: nn.Module, layers: Sequence[MoELayer]) -> None:
-        """A script without a seed starts every rank with other weights: replicas take those of the first one."""
+    def _equalise(self, root: nn.Module, layers: Sequence[MoELayer], device: torch.device) -> None:
+        """A script without a seed starts every rank with other weights: replicas take those of the first one.
+
+        The model may still be on the host, where NCCL copies nothing.
+        """
         experts = {id(b) for layer in layers for b in layer.experts.buffers()}
         tensors = [p.data for p in dense_parameters(root)]
         tensors += [b for b in root.buffers() if b.device.type != "meta" and b.is_floating_point()]
         tensors = [tensor for tensor in tensors if id(tensor) not in experts]
         for bucket in buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
             self._collectives.copy_from_first_replica(flat)
             for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))

@@ -24,7 +24,7 @@ from lightning_afd.strategies.seeds import Seeds
 from lightning_afd.strategies.step_log import JOINED
 from lightning_afd.strategies.watch import activity_of
 from lightning_afd.transport.nccl import transport_of
-from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
+from lightning_afd.transport.p2p import P2PTransport, ProcessGroups, cut_off
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -229,10 +229,10 @@ class RankedStrategy(ParallelStrategy):
         cause = self._board.first_cause(error)
         if cause is error:
             self._board.post(error)
-        if self._groups is not None:
+        groups, self._groups = self._groups, None
+        if groups is not None:
             self.transport.drop()
-        self._drop_groups()
-        torch.distributed.destroy_process_group()  # others may wait in a collective of Lightning's
+        cut_off(groups)  # others may wait in a collective of Lightning's
         self._close_board()
         return cause
 

@@ -42,6 +42,13 @@ class Rows:
         """Zero the rows behind the last end, which a grouped kernel leaves uninitialised."""
         return rows_RX if self.foreign_R1 is None else rows_RX.masked_fill_(self.foreign_R1, 0)
 
+    def clear_empty_(self, products_EIO: Tensor) -> Tensor:
+        """Zero the products of experts without rows, which grouped kernels of some devices leave uninitialised."""
+        if self.ends_E is None:
+            return products_EIO
+        is_empty_E = self.ends_E.diff(prepend=self.ends_E.new_zeros(1)) == 0
+        return products_EIO.masked_fill_(is_empty_E[:, None, None], 0)
+
     def weights(self, w_TK: Tensor) -> Tensor:
         """Routing weights of the rows [R], 0 for foreign ones."""
         w_R1 = w_TK.reshape(-1).index_select(0, self.slot_R)[:, None]
@@ -112,4 +119,5 @@ def _grouped_linear_kernel(x_RI: Tensor, weight_EIO: Tensor, rows: Rows) -> Tens
 
 def _grouped_outer_kernel_(out_EIO: Tensor, left_RI: Tensor, right_RO: Tensor, rows: Rows) -> None:
     if len(left_RI) and len(out_EIO):
-        out_EIO.add_(grouped_mm(left_RI.contiguous().t(), right_RO.contiguous(), offs=rows.ends_E))
+        product_EIO = grouped_mm(left_RI.contiguous().t(), right_RO.contiguous(), offs=rows.ends_E)
+        out_EIO.add_(rows.clear_empty_(product_EIO))

@@ -197,7 +197,8 @@ def _until_filled(start: _Start, initialise: Callable[[nn.Module], object], tens
 
 
 def _seeded(name: str, function: Callable[[], object]) -> None:
-    with torch.random.fork_rng(), torch.no_grad():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # not those of other ranks
+    with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
         function()
 

@@ -148,7 +148,8 @@ class Router:
         pair_C = owner_S.argsort(stable=True)
         idx_C1 = self._local_E[idx_TK.flatten()[pair_C], None]
         counts_N = (owner_S == torch.arange(self._ranks, device=owner_S.device)[:, None]).sum(1)
-        return Routing(HostValues(counts_N), lambda counts: Route(tokens, pair_C // top_k, idx_C1, counts, pair_C))
+        token_C = pair_C // top_k  # here, as what `finish` launches is beside the stream that uses it later
+        return Routing(HostValues(counts_N), lambda counts: Route(tokens, token_C, idx_C1, counts, pair_C))
 
 
 class FullRouter(Router):

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from lightning_afd.placement import Layout
 from lightning_afd.transport.base import Channel, micro_batch_of
@@ -89,6 +90,19 @@ class ProcessGroups:
         self._all.clear()
         self.channels.clear()
         self.control = self.announcements = self.replicas = self.chunks = None
+
+
+def cut_off(groups: ProcessGroups | None) -> None:
+    """End all connections of this process, those of Lightning too, whatever is on its way.
+
+    NCCL would wait for messages that a rank that has failed never sends, so it is told to give them up.
+    """
+    if "nccl" in dist.get_backend_config():
+        distributed_c10d._abort_process_group()
+        return
+    if groups is not None:
+        groups.destroy()
+    dist.destroy_process_group()
 
 
 class P2PTransport:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_afd.allocate.request import Candidate
 from lightning_afd.engine import Engine
+from lightning_afd.errors import PlanError
 from lightning_afd.model.place import dense_parameters, owned_parameters
 from lightning_afd.model.sample import sample_of
 from lightning_afd.placement import Layout
@@ -81,9 +81,10 @@ class StepTimer:
         try:
             groups.warm(self._strategy.root_device)
             yield groups
-        finally:
-            if dist.is_initialized():
-                groups.destroy()
+        except PlanError:  # alike on all ranks; whatever else happens cuts all connections (`cut_off`)
+            groups.destroy()
+            raise
+        groups.destroy()
 
     def _step(self, engine: Engine, model: nn.Module, gradients: StepGradients) -> float:
         """Seconds of one step of this rank, up to its summed gradients."""

@@ -11,11 +11,8 @@ import argparse
 import json
 import os
 import sys
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,16 +23,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from expert_cases import Case, errors, make_case, sharded
+from gpu_rows import LARGE, SMALL, Device, Row, Sizes, name_of, table
 from local_job import LocalJob, make_batches, plain_step, user_step, worst_difference
 from rank_job import RankJob
-from tiny import TinyConfig, TinyExperts, TinyMoE, tiny
+from tiny import TinyExperts, TinyMoE, tiny
 
 from lightning_afd.device import HostValues, SideStream
 from lightning_afd.model.experts import ExpertShard, has_fast_grouped_mm
 from lightning_afd.placement import Layout
 from lightning_afd.recipes.local_job import join_gradients
+from lightning_afd.runtime import Handler, Runtime
 from lightning_afd.schedule.orders import ORDERS
 from lightning_afd.transport.nccl import NcclTransport
 from lightning_afd.transport.ordered import OrderedNetwork
@@ -48,78 +48,6 @@ EQUAL = 1e-8
 SEVERAL = Layout(attention=2, ffn=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """How large the checks are."""
-
-    model: TinyConfig
-    length: int
-    """Tokens per row."""
-    rows: int
-    """Tokens of the expert kernels that are timed."""
-    repetitions: int
-
-
-SMALL = Sizes(model=TinyConfig(hidden=16, expert_width=8, layers=2, vocab=32), length=6, rows=64, repetitions=1)
-LARGE = Sizes(
-    model=TinyConfig(hidden=2048, expert_width=1024, layers=4, experts=32, top_k=4, heads=16, vocab=4096),
-    length=2048,
-    rows=16384,
-    repetitions=20,
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; `ok` is None for a figure that nobody can be wrong about."""
-
-    name: str
-    value: float
-    unit: str = ""
-    ok: bool | None = None
-    note: str = ""
-
-
-class Device:
-    """The device under test; on a CPU nothing has to be waited for."""
-
-    def __init__(self, name: str) -> None:
-        self.torch = torch.device(name)
-        self.is_gpu = self.torch.type == "cuda"
-
-    def wait(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-    def seconds(self, call: Callable[[], object], repetitions: int) -> float:
-        """Seconds of a call, in the mean of several behind a first one."""
-        call()
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(repetitions):
-            call()
-        self.wait()
-        return (time.perf_counter() - start) / repetitions
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self.is_gpu else 0
-
-    @contextmanager
-    def noting_waits(self) -> Iterator[list[str]]:
-        """The places where the host waited for the device, as torch reports them."""
-        places: list[str] = []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if self.is_gpu:
-                torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield places
-            finally:
-                if self.is_gpu:
-                    torch.cuda.set_sync_debug_mode("default")
-        places += [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-
-
 def experts_equal_the_cpu(device: Device, sizes: Sizes) -> Iterator[Row]:
     """Forward, input and weight gradients of two shards, on this device and by float64 loops on the CPU."""
     wide = replace(
@@ -130,7 +58,7 @@ def experts_equal_the_cpu(device: Device, sizes: Sizes) -> Iterator[Row]:
         module = TinyExperts(wide).to(dtype)
         half, tokens = wide.experts // 2, 8 * wide.experts + 3
         split = (range(half), range(half, wide.experts))
-        case = make_case(module, tokens, wide.top_k, range(wide.experts), dtype)
+        case = make_case(module, tokens, wide.top_k, range(wide.experts - 1), dtype)  # the last one has no rows
         exact = Case(case.x.double(), case.idx, case.w.double(), case.dy.double())
         wanted = sharded(module.double(), split, exact, grouped=False)
         there = Case(*(part.to(device.torch) for part in (case.x, case.idx, case.w, case.dy)))
@@ -195,6 +123,31 @@ def pipeline(device: Device, sizes: Sizes) -> Iterator[Row]:
     if device.is_gpu:
         yield Row("largest use of memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
         yield Row("reserved behind it", torch.cuda.memory_reserved() / 2**30, "GiB")
+
+
+def nothing_is_used_too_early(device: Device, sizes: Sizes) -> Iterator[Row]:
+    """Gradients in bfloat16, where the host never waits, against those of a host that waits after each action."""
+    model, batches = model_of(device, sizes, BF16), batches_of(device, 2, sizes)
+    for choices in ({"capacity": "counted"}, {"capacity": "full"}, {"dedup": False}):
+        jobs = [LocalJob(model, SEVERAL, network=OrderedNetwork(SEVERAL), **choices) for _ in range(2)]
+        for engine in jobs[1].engines:
+            wait_after_each_action(engine.runtime, device)
+        for _ in range(2):
+            free, waiting = (job.step(batches) for job in jobs)
+        worst = free.difference(waiting.loss, waiting.replicas[0])
+        (choice,) = (f"{name}={value}" for name, value in choices.items())
+        yield Row(f"{choice}: from a host that waits", worst, "", worst < TOLERANCES[BF16])
+
+
+def wait_after_each_action(runtime: Runtime, device: Device) -> None:
+    """Let each action of a rank come to its end on the device before the next one is launched."""
+
+    def waiting(handler: Handler) -> Handler:
+        return lambda action: (handler(action), device.wait())[0]
+
+    runtime._tables = {
+        worker: {kind: waiting(handler) for kind, handler in table.items()} for worker, table in runtime._tables.items()
+    }
 
 
 def three_passes(shard: ExpertShard, x_TH: Tensor, idx_TK: Tensor, w_TK: Tensor) -> None:
@@ -289,7 +242,15 @@ def several_ranks(device: Device, sizes: Sizes) -> Iterator[Row]:
         yield over_groups(device, small, Layout(attention=1, ffn=1, groups=2), "zero-bubble")
 
 
-CHECKS = (experts_equal_the_cpu, roles_equal_the_plain_loop, pipeline, expert_speed, overlap, one_rank)
+CHECKS = (
+    experts_equal_the_cpu,
+    roles_equal_the_plain_loop,
+    nothing_is_used_too_early,
+    pipeline,
+    expert_speed,
+    overlap,
+    one_rank,
+)
 Check = Callable[[Device, Sizes], Iterator[Row]]
 
 
@@ -304,25 +265,14 @@ def run(device: Device, sizes: Sizes, checks: Sequence[Check] = CHECKS) -> list[
     return rows
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as text."""
-    marks = {None: "", True: "ok", False: "WRONG"}
-    width = max(len(row.name) for row in rows)
-    return "\n".join(
-        f"{row.name:{width}} {row.value:12.4g} {row.unit:8} {marks[row.ok]:6}{row.note}".rstrip() for row in rows
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks; the number of those that failed, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"), help="where the rows are written")
     options = parser.parse_args(arguments)
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # before the first call of CUDA; docs/gpu.md says why
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device is visible to torch: use --device cpu for a small run without one")
         return 1

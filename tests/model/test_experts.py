@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_afd.errors import PlanError, ProtocolError, ScheduleError
 from lightning_afd.model import experts as experts_module
+from lightning_afd.model import grouped as grouped_module
 from lightning_afd.model.experts import ExpertShard
 from lightning_afd.model.experts_module import is_experts, shard_experts
 
@@ -91,6 +92,24 @@ def test_grouped_kernel_equals_loop(originals: dict[str, nn.Module], name: str, 
     case = make_case(module, tokens, 2, [0, 1, 3], torch.float32)  # expert 2 has no row
     split = [[0, 2], [1, *range(3, len(module.down_proj))]]
     assert_equal(sharded(module, split, case, grouped=True), sharded(module, split, case, grouped=False), 1e-5)
+
+
+def test_experts_without_rows_get_no_gradient_from_a_kernel_that_leaves_theirs_unset(
+    originals: dict[str, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = grouped_module.grouped_mm
+
+    def unset(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        out = kernel(left, right, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    module = copy.deepcopy(originals["tiny"]).float()
+    case = make_case(module, 6, 2, [0, 2], torch.float32)
+    wanted = sharded(module, [[0, 1], [2, 3]], case, grouped=False)
+    monkeypatch.setattr(grouped_module, "grouped_mm", unset)
+    assert_equal(sharded(module, [[0, 1], [2, 3]], case, grouped=True), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

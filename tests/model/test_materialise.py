@@ -17,6 +17,7 @@ from lightning_afd.model.compiled import plain_name
 from lightning_afd.model.experts_module import shard_experts
 from lightning_afd.model.materialise import materialise
 from lightning_afd.model.place import is_owned
+from lightning_afd.owned import Owned
 from lightning_afd.placement import Layout
 from lightning_afd.plan import make_plan
 from lightning_afd.transport.local import LocalNetwork, LocalTransport
@@ -45,6 +46,22 @@ def start(models: list[nn.Module], layout: Layout, **choices: Any) -> list[dict[
         return {name: p.detach() for name, p in model.named_parameters() if is_owned(p)}
 
     return network.run([lambda rank=rank: run(rank) for rank in range(layout.world)])  # type: ignore[misc]
+
+
+def test_replicas_are_made_equal_on_the_device_of_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Trainer's model is on the host while a strategy is set up, and NCCL copies nothing from there."""
+    model, asked = tiny(), []
+
+    class Collectives:
+        def copy_from_first_replica(self, tensor: Tensor) -> None:
+            asked.append(tensor.device.type)
+
+    plan, layers = make_plan(model, Layout(attention=2, ffn=1), order="af-pipe", micro_batches=1)
+    owned = Owned(plan, 0, Collectives())  # type: ignore[arg-type]
+    owned.place(model, layers)
+    monkeypatch.setattr(Tensor, "copy_", lambda self, other: self)  # nothing comes back from this device
+    owned.materialise(model, layers, torch.device("meta"), 0)
+    assert set(asked) == {"meta"}
 
 
 def whole(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -204,3 +204,32 @@ def test_sizes_of_buffers_repeat() -> None:
 
 def test_a_cpu_keeps_the_transport_with_tags() -> None:
     assert not getattr(P2PTransport, "announces", False) and NcclTransport.announces
+
+
+def cut(backends: str) -> tuple[list[str], bool]:
+    """How this process gives up its connections where a job of these backends has failed."""
+    dist.init_process_group("gloo")
+    groups = ProcessGroups(Layout(attention=1, ffn=1), dist.get_rank(), timedelta(seconds=60))
+    called: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *args: called.append(name) or function(*args)
+
+    p2p.dist.get_backend_config, known = (lambda: backends), p2p.dist.get_backend_config  # type: ignore[assignment]
+    abort, destroy = p2p.distributed_c10d._abort_process_group, p2p.dist.destroy_process_group
+    p2p.distributed_c10d._abort_process_group = noted("abort", abort)
+    p2p.dist.destroy_process_group = noted("destroy", destroy)
+    try:
+        p2p.cut_off(groups)
+    finally:
+        p2p.dist.get_backend_config = known
+        p2p.distributed_c10d._abort_process_group, p2p.dist.destroy_process_group = abort, destroy
+    return called, dist.is_initialized()
+
+
+@pytest.mark.parametrize(("backends", "calls"), [("cpu:gloo,cuda:nccl", {"abort"}), ("cpu:gloo", {"destroy"})])
+def test_connections_of_a_failed_job_are_given_up(pool: RankPool, backends: str, calls: set[str]) -> None:
+    """NCCL would wait for what a failed rank never sends; all of its communicators are ended together."""
+    for called, is_connected in pool.run(cut, 2, backends):
+        assert set(called) == calls
+        assert not is_connected
