@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from lightning_afd.bench.engine_step import EngineStep, RankRecord, computing
-from lightning_afd.bench.job import Job, Step
+from lightning_afd.bench.engine_step import EngineStep, RankRecord
+from lightning_afd.bench.job import Job
 from lightning_afd.bench.machine import busy_seconds
 from lightning_afd.bench.memory import peak_bytes
 from lightning_afd.bench.overhead import BareShape, costs
 from lightning_afd.bench.ratios import Bound, Spread, busiest_bytes
 from lightning_afd.bench.registry import Contender
+from lightning_afd.bench.repetition import Account, Alone, Condition, Entry, Repetition, Sample
 from lightning_afd.bench.result import Measured, Section
-from lightning_afd.bench.stages import Details, Stages
+from lightning_afd.bench.stages import Stages
 from lightning_afd.errors import PlanError
 
 BARE_STEPS = 15
@@ -33,38 +34,6 @@ class Effort:
     """Called on rank 0 before each step."""
 
 
-@dataclass(eq=False)
-class Entry:
-    """A contender that takes part."""
-
-    contender: Contender
-    step: Step
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    bounds: list[float] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
-    details: Details | None = None
-
-    @property
-    def engine(self) -> EngineStep | None:
-        """The step, if it is one of our own."""
-        return self.step if isinstance(self.step, EngineStep) else None
-
-    def forget(self) -> None:
-        """Begin a section."""
-        self.seconds, self.bounds, self.details = [], [], None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Condition:
-    """What a repetition began with."""
-
-    rate: float
-    """Bytes per second."""
-    compute: Mapping[str, float]
-    """Seconds without communication by role and number of micro-batches."""
-
-
 class Comparison:
     """Contenders on the ranks of a job; the same ones measure one section after another. All methods are collective."""
 
@@ -78,7 +47,6 @@ class Comparison:
             raise PlanError(self.left_out[0])
         self.entries = [entry for entry in tried if entry is not None]
         self._alone = self._twins()
-        self._operators: dict[str, Stages] = {}
         for _ in range(WARM_UP - 1):
             for entry in self.entries:
                 self._run(entry)
@@ -102,67 +70,65 @@ class Comparison:
 
     def section(self, rate: str, effort: Effort) -> Section:
         """Measure under the present condition of the network, which is called `rate`."""
-        rates: list[float] = []
-        computes: list[Mapping[str, float]] = []
+        conditions: list[Condition] = []
         foreign: list[float] = []
-        self._operators = {}
+        operators: dict[str, Stages] = {}
         for entry in self.entries:
             entry.forget()
         again = effort.repetitions if effort.most_foreign_cpu is not None else 0
-        while len(rates) < effort.repetitions:
+        while len(conditions) < effort.repetitions:
             before = self._cpu()
-            condition = self._repetition(effort)
+            repetition = self._repetition(effort)
             spent = self._job.gather(self._cpu() - before)[0]  # as rank 0 sees its machine
             if again and spent > (effort.most_foreign_cpu or 0.0):
                 again -= 1
-                for entry in self.entries:
-                    del entry.seconds[-1:], entry.bounds[-1:]
                 continue
-            rates.append(condition.rate)
-            computes.append(condition.compute)
+            for entry, sample in zip(self.entries, repetition.samples, strict=True):
+                entry.keep(sample)
+            for one in repetition.condition.alone:
+                operators.setdefault(one.role, Stages(one.layers)).add(one.spans)
+            conditions.append(repetition.condition)
             foreign.append(spent)
         for entry in self.entries:
             entry.memory = self._job.gather(peak_bytes(entry.step, self._job.device))
         return Section(
             rate=rate,
             measured=[self._measured(entry) for entry in self.entries],
-            link_rates=rates,
-            compute={role: [one[role] for one in computes] for role in computes[0]},
-            operators={role: stages.quantiles() for role, stages in self._operators.items()},
+            link_rates=[condition.rate for condition in conditions],
+            compute={role: [one.compute[role] for one in conditions] for role in conditions[0].compute},
+            operators={role: stages.quantiles() for role, stages in operators.items()},
             foreign_cpu=foreign,
             notes=self.left_out,
         )
 
     # -- one repetition -------------------------------------------------------------------------------------------
 
-    def _repetition(self, effort: Effort) -> Condition:
+    def _repetition(self, effort: Effort) -> Repetition:
         tick = effort.tick if self._job.rank == 0 else lambda what: None
         tick("link rate")
         rate = max(self._job.gather(self._job.link_rate()))
         tick("computation alone")
-        condition = Condition(rate=rate, compute=self._compute_alone())
+        condition = Condition(rate=rate, alone=self._compute_alone())
+        samples = []
         for entry in self.entries:
             tick(entry.contender.name)
-            entry.seconds.append(self._run(entry))
-            if entry.engine is not None:
-                self._add_details(entry, entry.engine, condition)
-        return condition
+            seconds = self._run(entry)
+            account = None if entry.engine is None else self._account(entry.engine, condition)
+            samples.append(Sample(seconds=seconds, account=account))
+        return Repetition(condition=condition, samples=samples)
 
     def _run(self, entry: Entry) -> float:
         seconds, losses = self._job.slowest(entry.step)
         entry.losses.append(sum(losses))
         return seconds
 
-    def _add_details(self, entry: Entry, step: EngineStep, condition: Condition) -> None:
+    def _account(self, step: EngineStep, condition: Condition) -> Account:
         records: list[RankRecord] = self._job.gather(step.record())
-        joined = step.join(records)
-        if entry.details is None:
-            entry.details = Details(step)
-        details = entry.details
-        details.add(joined.timeline, busiest_bytes([record.sent for record in records]))
-        bound = self._bound(step, records, condition)
-        details.bound_by = bound.by
-        entry.bounds.append(bound.seconds)
+        return Account(
+            timeline=step.join(records).timeline,
+            step_bytes=busiest_bytes([record.sent for record in records]),
+            bound=self._bound(step, records, condition),
+        )
 
     def _bound(self, step: EngineStep, records: Sequence[RankRecord], condition: Condition) -> Bound:
         """Computation alone, with the optimizer's step as it was measured in this one, and the wire."""
@@ -186,16 +152,12 @@ class Comparison:
             twin.keep_messages()
         return twins
 
-    def _compute_alone(self) -> dict[str, float]:
-        """Seconds of the busiest rank by role; all ranks compute at once, as in a step."""
-        found: dict[str, float] = {}
-        for twin in self._alone:
-            _, parts = self._job.slowest(twin.compute_alone)
-            for rank, spans in enumerate(parts):
-                role = _role(twin, rank)
-                found[role] = max(found.get(role, 0.0), computing(spans))
-                self._operators.setdefault(role, Stages(twin.plan.layers)).add(spans)
-        return found
+    def _compute_alone(self) -> list[Alone]:
+        return [
+            Alone(role=_role(twin, rank), layers=twin.plan.layers, spans=spans)
+            for twin in self._alone
+            for rank, spans in enumerate(self._job.slowest(twin.compute_alone)[1])
+        ]
 
     # -- results --------------------------------------------------------------------------------------------------
 

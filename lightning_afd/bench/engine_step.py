@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_afd.bench.job import Job
 from lightning_afd.bench.names import BEST, Spec
 from lightning_afd.bench.ratios import ring_bytes
-from lightning_afd.bench.replay import Tap
+from lightning_afd.bench.replay import tap_of
 from lightning_afd.bench.workload import loss_of
 from lightning_afd.clock import clock_of, host_name
 from lightning_afd.engine import Engine
@@ -50,7 +50,7 @@ class EngineStep:
         self.job, self.spec = job, spec
         self.layout = spec.layout(job.arena.attention, job.arena.ffn)
         transport = job.transport(self.layout)
-        self.tap = Tap(transport)
+        self.tap = tap_of(transport)
         self.model = job.workload.model(job.device)
         choices = {"order": spec.order, "micro_batches": spec.micro_batches, "dedup": spec.dedup}
         split = spec.order == "zero-bubble"
@@ -73,6 +73,7 @@ class EngineStep:
         start = time.perf_counter()
         self._optimizer.step()
         self._optimizer_seconds = time.perf_counter() - start
+        self._optimizer.zero_grad()  # as others do: memory grows by all gradients in the next step
         self._number += 1
         return loss
 
@@ -120,8 +121,6 @@ class EngineStep:
 
     def _forward_and_backward(self, work: list[UserStep], *, last: bool) -> float:
         """This rank's part of the loss; with `last` its gradients are summed and in place, else they are dropped."""
-        for parameter in self._owned:
-            parameter.grad = None
         count = self.engine.agree(len(work), 0.0).micro_batches if last else self._count()
         self._gradients.begin(last=last)
         losses = self.engine.run(work, count, training=True)

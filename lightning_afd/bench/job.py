@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_afd.bench.workload import Workload
+from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.transport.nccl import transport_of
 from lightning_afd.transport.p2p import P2PTransport, ProcessGroups
@@ -37,7 +38,7 @@ class Arena:
     chunk_bytes: int | None = 2**20
     """S_p of contenders that overlap sums of dense gradients with the step; None: they sum at its end."""
     device: str = "auto"
-    """cpu, cuda, or auto: cuda where there is one."""
+    """cpu, cuda, or auto: cuda where each rank of the node has a GPU of its own."""
     timeout: float = 300.0
     """Seconds that a rank waits for a message."""
 
@@ -140,10 +141,22 @@ class Job:
             torch.cuda.synchronize(self.device)
 
 
-def device_of(name: str) -> torch.device:
-    """The device of this process: its own GPU where there is one per rank of the node."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+def device_of(name: str, environment: Mapping[str, str] = os.environ) -> torch.device:
+    """The device of this process, whose place `environment` says as torchrun does: a GPU is never shared.
+
+    Raises PlanError for "cuda" where the ranks of this node have fewer GPUs.
+    """
+    if name == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    ranks = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("WORLD_SIZE") or 1)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < ranks:
+        if name == "auto":
+            return torch.device("cpu")
+        raise PlanError(
+            f"device=cuda: {gpus} GPUs for the {ranks} ranks of this node (LOCAL_WORLD_SIZE): each needs its own, "
+            "else say device=cpu"
+        )
+    device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device

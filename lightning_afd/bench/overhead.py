@@ -27,6 +27,7 @@ from lightning_afd.transport.local import LocalNetwork, LocalTransport
 
 CPU = torch.device("cpu")
 HIDDEN, TOP_K, EXPERTS = 8, 2, 8
+"""Sizes of a layer; where there are more F ranks than experts, each gets one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class BareShape:
     tokens: int = 4
     """Per micro-batch: few, as copies of rows are kernels and no work of the engine."""
     dedup: bool = True
+
+    @property
+    def experts(self) -> int:
+        """Of a layer: each F rank has one at least."""
+        return max(EXPERTS, self.layout.ffn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +68,10 @@ class Experts(nn.Module):
 
     has_gate, has_bias, is_transposed = True, False, False
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.zeros(EXPERTS, 2, HIDDEN))
-        self.down_proj = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, 1))
+        self.gate_up_proj = nn.Parameter(torch.zeros(count, 2, HIDDEN))
+        self.down_proj = nn.Parameter(torch.zeros(count, HIDDEN, 1))
 
     def forward(self, x_TH: Tensor, idx_TK: Tensor, w_TK: Tensor) -> Tensor:
         return torch.zeros_like(x_TH)
@@ -74,21 +80,21 @@ class Experts(nn.Module):
 class Layer(nn.Module):
     """Routes each token to the same experts in every call."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, bare: BareShape) -> None:
         super().__init__()
-        self.experts = Experts()
-        self.idx_TK = torch.arange(tokens * TOP_K).reshape(tokens, TOP_K) % EXPERTS
-        self.w_TK = torch.full((tokens, TOP_K), 1 / TOP_K)
+        self.experts = Experts(bare.experts)
+        self.idx_TK = torch.arange(bare.tokens * TOP_K).reshape(bare.tokens, TOP_K) % bare.experts
+        self.w_TK = torch.full((bare.tokens, TOP_K), 1 / TOP_K)
 
     def forward(self, h_TH: Tensor) -> Tensor:
         return h_TH + self.experts(h_TH, self.idx_TK, self.w_TK)
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int, tokens: int) -> None:
+    def __init__(self, bare: BareShape) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(tokens) for _ in range(layers))
-        self.h_TH = torch.zeros(tokens, HIDDEN)
+        self.layers = nn.ModuleList(Layer(bare) for _ in range(bare.layers))
+        self.h_TH = torch.zeros(bare.tokens, HIDDEN)
 
     def forward(self) -> Tensor:
         h_TH = self.h_TH
@@ -144,7 +150,7 @@ class BareJob:
         self._taps: list[Tap] = []
         choices = {"order": bare.order, "micro_batches": bare.micro_batches, "dedup": bare.dedup}
         for rank in range(bare.layout.world):
-            model, transport = Model(bare.layers, bare.tokens), LocalTransport(self._network, rank)
+            model, transport = Model(bare), LocalTransport(self._network, rank)
             plan, layers = make_plan(model, bare.layout, **choices)
             tap = Tap(transport)
             engine = Engine(plan, rank, tap, transport)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
+from lightning_afd.transport.announced import RowsTransport
 from lightning_afd.transport.base import Channel, Incoming, Transport
 
-_Message = tuple[Channel, int, int]
-"""Channel, sender and tag."""
+_Message = tuple[Literal["message", "announcement", "rows"], Channel, int, int]
+"""What it is, channel, sender and tag."""
 
 
 class Tap:
@@ -34,10 +37,8 @@ class Tap:
         self._keeping, self._replaying = False, True
 
     def post(self, channel: Channel, peer: int, tag: int, nbytes: int) -> Incoming:
-        if self._replaying:
-            return _Arrived(self._kept[channel, peer, tag])
-        incoming = self._transport.post(channel, peer, tag, nbytes)
-        return _Kept(incoming, self._kept, (channel, peer, tag)) if self._keeping else incoming
+        key: _Message = ("message", channel, peer, tag)
+        return self._arrived(key) or self._tapped(key, self._transport.post(channel, peer, tag, nbytes))
 
     def send(self, channel: Channel, peer: int, tag: int, message: Tensor) -> None:
         if not self._replaying:
@@ -46,6 +47,48 @@ class Tap:
     def release(self, micro_batch: int | None = None, *, but: str = "") -> None:
         if not self._replaying:
             self._transport.release(micro_batch, but=but)
+
+    def _arrived(self, key: _Message) -> Incoming | None:
+        """What was kept, where that is given back."""
+        return _Arrived(self._kept[key]) if self._replaying else None
+
+    def _tapped(self, key: _Message, incoming: Incoming) -> Incoming:
+        """A receive, whose message is kept where that is asked for."""
+        return _Kept(incoming, self._kept, key) if self._keeping else incoming
+
+
+class RowsTap(Tap):
+    """The same of a transport whose messages are announced (RowsTransport)."""
+
+    announces = True
+
+    def __init__(self, transport: RowsTransport) -> None:
+        super().__init__(transport)
+        self._rows = transport
+
+    def announce(self, channel: Channel, peer: int, tag: int, announcement: Tensor) -> None:
+        if not self._replaying:
+            self._rows.announce(channel, peer, tag, announcement)
+
+    def expect(self, channel: Channel, peer: int, tag: int) -> Incoming:
+        key: _Message = ("announcement", channel, peer, tag)
+        return self._arrived(key) or self._tapped(key, self._rows.expect(channel, peer, tag))
+
+    def send_rows(self, channel: Channel, tag: int, rows: Sequence[tuple[int, Tensor]]) -> None:
+        if not self._replaying:
+            self._rows.send_rows(channel, tag, rows)
+
+    def post_rows(self, channel: Channel, tag: int, sizes: Sequence[tuple[int, int]]) -> list[Incoming]:
+        keys: list[_Message] = [("rows", channel, peer, tag) for peer, _ in sizes]
+        if self._replaying:
+            return [_Arrived(self._kept[key]) for key in keys]
+        posted = self._rows.post_rows(channel, tag, sizes)
+        return [self._tapped(key, incoming) for key, incoming in zip(keys, posted, strict=True)]
+
+
+def tap_of(transport: Transport) -> Tap:
+    """The tap that goes with a transport: it announces messages where that does."""
+    return RowsTap(transport) if getattr(transport, "announces", False) else Tap(transport)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

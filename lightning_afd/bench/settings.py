@@ -46,6 +46,7 @@ class Settings:
     command: str = "lightning-afd bench"
     chunk_bytes: int | None = 2**20
     device: str = "auto"
+    """auto is cpu where there are `rates`; else see bench.job.device_of."""
     timeout: float = 300.0
     most_foreign_cpu: float | None = None
     picture: str = "map"
@@ -62,7 +63,8 @@ class Settings:
         settings = cls(**{name: value for name, value in values.items() if name in known})
         for cell in settings.cells():
             settings.at(cell).check()
-        return settings
+        limited = settings.rates and settings.device == "auto"  # GPUs of one machine don't use the limited links
+        return replace(settings, device="cpu") if limited else settings
 
     @property
     def world(self) -> int:

@@ -106,7 +106,8 @@ class _Starter:
 
 def _own(rank: int, world: int) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
     own["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names are no news
     return own | ({CORE: str(cores[rank])} if world <= len(cores) else {})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -175,6 +176,40 @@ def test_contenders_that_fail_are_left_out_with_a_line(pool: RankPool) -> None:
         ]
     refused = "early: left out, as rank 1 raised RuntimeError: no such kernel"
     assert pool.run(compare_with_broken, 2, "early") == [(refused, 0), (refused, 1)]
+
+
+def compare_disturbed(readings: list[float]) -> tuple[Section, list[float]]:
+    """A section of two repetitions; CPU seconds of the machine are read before and behind each."""
+    torch.set_num_threads(1)
+    job = Job.open(Arena(workload=Workload(**TINY), micro_batches=2, device="cpu"))
+    comparison = Comparison(job, [resolve(name) for name in ("afd/af-pipe", "ep")])
+    left = iter(readings)
+    comparison._cpu = lambda: next(left)  # type: ignore[method-assign]
+    section = comparison.section("tiny", Effort(repetitions=2, most_foreign_cpu=0.5))
+    job.close()
+    return section, list(left)
+
+
+def test_nothing_is_left_of_a_repetition_that_was_disturbed(pool: RankPool) -> None:
+    quiet, left = pool.run(compare_disturbed, 2, [0.0, 0.1] * 2)[0]
+    disturbed, rest = pool.run(compare_disturbed, 2, [0.0, 9.0] + [0.0, 0.1] * 2)[0]
+    assert left == rest == [] and disturbed.foreign_cpu == quiet.foreign_cpu == [0.1, 0.1]
+    assert len(disturbed.link_rates) == 2 and all(len(seconds) == 2 for seconds in disturbed.compute.values())
+    assert counts(disturbed.operators) == counts(quiet.operators)
+    for one, same in zip(disturbed.measured, quiet.measured, strict=True):
+        assert len(one.seconds) == len(one.bounds) == 2
+        assert counts({"": one.stages}) == counts({"": same.stages})
+        assert len(one.losses) == len(same.losses) + 1, "the step was made all the same"
+
+
+def counts(stages: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[tuple[str, str], float]:
+    """How many actions of each kind count; how often a cause is waited for depends on the run."""
+    return {
+        (role, kind): figures["count"]
+        for role, kinds in stages.items()
+        for kind, figures in kinds.items()
+        if not kind.startswith("wait")
+    }
 
 
 def test_routing_can_be_made_uneven() -> None:
