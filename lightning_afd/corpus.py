@@ -104,21 +104,26 @@ def _docstrings(source: str) -> Iterator[str]:
             yield text
 
 
-def load_corpus(files: Sequence[str], vocab_size: int, cache: Path, *, by_document: bool = False) -> Corpus:
+def load_corpus(
+    files: Sequence[str], vocab_size: int, cache: Path, *, by_document: bool = False, tokenizer: Tokenizer | None = None
+) -> Corpus:
     """Return the encoded text of `files`, or of Python's own documentation if there are none.
 
-    `by_document` encodes each document alone: a file is one, and two empty lines end one. Whatever is missing in
-    `cache` is made and stored, each file in one atomic step: several processes may call this at once. The entry's name
-    is the hash of text and settings.
+    `by_document` encodes each document alone: a file is one, and two empty lines end one. Without a `tokenizer` one
+    with `vocab_size` tokens is trained on the text. Whatever is missing in `cache` is made and stored, each file in one
+    atomic step: several processes may call this at once. The entry's name is the hash of text and settings.
     """
     text = read_files(files) if files else _cached_docs(cache)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    key = {"text": sha256, "vocab_size": vocab_size, "by_document": by_document, "version": ENCODING_VERSION}
+    key: dict[str, object] = {"text": sha256, "vocab_size": vocab_size}
+    key |= {"by_document": by_document, "version": ENCODING_VERSION}
+    if tokenizer is not None:
+        key["tokenizer"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     settings = json.dumps(key, sort_keys=True)
     stem = cache / hashlib.sha256(settings.encode()).hexdigest()[:32]
     tokenizer_file, ids_file = stem.with_suffix(".tokenizer.json"), stem.with_suffix(".npy")
     if not ids_file.exists() or not tokenizer_file.exists():
-        tokenizer = train_tokenizer(text, vocab_size)
+        tokenizer = tokenizer or train_tokenizer(text, vocab_size)
         encoded = _encoded(tokenizer, text.split(DOCUMENT_BREAK) if by_document else [text])
         _write_atomically(tokenizer_file, lambda path: tokenizer.save(str(path)))
         _write_atomically(ids_file, lambda path: np.save(path, encoded))
@@ -155,6 +160,22 @@ def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary = Path(folder) / path.name
         write(temporary)
         os.replace(temporary, path)
+
+
+def read_tokenizer(path: str) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder, or of its tokenizer.json; raises PlanError where there is none."""
+    place = Path(path).expanduser()
+    file = place / "tokenizer.json" if place.is_dir() else place
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # what the package raises has no class of its own
+        raise PlanError(
+            f"data.tokenizer={path}: {file} is no tokenizer that can be read ({error}); give the folder of a model "
+            "with its tokenizer.json, or data.tokenizer=null to train one on the text"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:

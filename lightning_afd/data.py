@@ -19,6 +19,7 @@ from lightning_afd.corpus import (
     divide_documents,
     load_corpus,
     pack,
+    read_tokenizer,
     unigram_entropy,
 )
 from lightning_afd.documents import BalancedSampler, FlattenRows, PackedRows, Replicas
@@ -50,7 +51,10 @@ class TokenRows(Dataset[Batch]):
 
 
 class TextDataModule(L.LightningDataModule):
-    """Packed rows of Python's own documentation, or of the user's text files, with a tokenizer trained on them.
+    """Packed rows of Python's own documentation, or of the user's text files.
+
+    The tokenizer is that of `tokenizer`, a Hugging Face folder or its tokenizer.json, else one with `vocab_size` tokens
+    that is trained on the text.
 
     With `packing="blocks"` a row is a piece of the text: batches are {"input_ids": [B, S], "labels": [B, S]} int64,
     with B = `batch_size` rows per data-parallel rank. With "documents" a row holds documents that don't see one
@@ -68,13 +72,15 @@ class TextDataModule(L.LightningDataModule):
         packing: str = "blocks",
         val_every: int = 20,
         cache_dir: str | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         if packing not in PACKINGS:
             raise PlanError(f"data.packing={packing} is not a choice; choices: {', '.join(PACKINGS)}")
         self.save_hyperparameters()
         self.files = tuple(files)
-        self.vocab_size = vocab_size
+        self._given = read_tokenizer(tokenizer) if tokenizer else None
+        self.vocab_size = self._given.get_vocab_size() if self._given else vocab_size
         self.seq_len = seq_len
         self.batch_size = batch_size
         self.by_document = packing == "documents"
@@ -101,7 +107,7 @@ class TextDataModule(L.LightningDataModule):
             self.train_rows, self.val_rows = (TokenRows(rows) for rows in blocks)
 
     def _load(self) -> Corpus:
-        return load_corpus(self.files, self.vocab_size, self.cache, by_document=self.by_document)
+        return load_corpus(self.files, self.vocab_size, self.cache, by_document=self.by_document, tokenizer=self._given)
 
     def _packed(self, documents: Documents) -> PackedRows:
         return PackedRows(torch.from_numpy(documents.ids).long(), documents.lengths.tolist(), self.seq_len)

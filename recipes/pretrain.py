@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_afd.corpus import check_files
+from lightning_afd.corpus import check_files, read_tokenizer
 from lightning_afd.errors import PlanError
 from lightning_afd.recipes.attention import check_attention
 from lightning_afd.recipes.launch import check_given, launch, quoted
@@ -45,9 +45,21 @@ def check(config: DictConfig) -> None:
     """Raise AFDError if the composed settings cannot work."""
     check_given(config)
     check_files(config.data.files)
+    check_tokenizer(config)
     check_checkpoint(config.ckpt_path)
     check_attention(config.model.get("attn", "auto"))
     check_ranks(config)
+
+
+def check_tokenizer(config: DictConfig) -> None:
+    """Raise PlanError for a tokenizer that is not there, or that has more tokens than the model."""
+    path, vocab = config.data.get("tokenizer"), config.model.get("config", {}).get("vocab_size")
+    tokens = read_tokenizer(path).get_vocab_size() if path else 0
+    if vocab is not None and tokens > vocab:
+        raise PlanError(
+            f"data.tokenizer={path} has {tokens} tokens, but the model's vocabulary {vocab}: set data.vocab_size or "
+            f"model.config.vocab_size to {tokens} or more"
+        )
 
 
 def check_checkpoint(path: str | None) -> None:

@@ -202,3 +202,26 @@ def test_packing_that_cannot_be(book: Path, tmp_path: Path) -> None:
         TextDataModule(packing="rows")
     with pytest.raises(PlanError, match=r"400 documents, too few for rows of data\.seq_len=9000"):
         packed_data(book, tmp_path, seq_len=9000)
+
+
+def test_the_tokenizer_of_a_folder_is_used(book: Path, tmp_path: Path) -> None:
+    trained = corpus.train_tokenizer("other words than those of the book " * 50, 270)
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    folder.mkdir()
+    trained.enable_truncation(5)
+    trained.save(str(folder / "tokenizer.json"))
+    for place in (folder, folder / "tokenizer.json"):
+        data = TextDataModule(files=[str(book)], seq_len=16, cache_dir=str(cache), tokenizer=str(place))
+        data.prepare_data()
+        data.setup("fit")
+        assert data.corpus is not None and data.vocab_size == trained.get_vocab_size()
+        trained.no_truncation()
+        assert data.corpus.ids.tolist() == trained.encode(TEXT).ids
+        assert data.tokenizer.encode("the sheep").ids == trained.encode("the sheep").ids
+    own = corpus.load_corpus([str(book)], trained.get_vocab_size(), cache)
+    assert own.ids.tolist() != trained.encode(TEXT).ids, "another entry of the cache"
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"tokenizer\.json is no tokenizer that can be read .* data\.tokenizer=null"):
+        TextDataModule(tokenizer=str(tmp_path))

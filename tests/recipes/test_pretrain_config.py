@@ -11,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_afd.corpus import train_tokenizer
 from lightning_afd.errors import PlanError
 from lightning_afd.recipes import launch
 from lightning_afd.recipes.launch import quoted
@@ -57,7 +58,7 @@ def no_torch(tmp_path: Path) -> str:
     [
         (
             ["strategy.micro_batchez=4"],
-            "strategy.micro_batchez is not a setting; strategy has attention, dedup, ffn, groups, micro_batch_group, ",
+            "strategy.micro_batchez is not a setting; strategy has attention, capacity, dedup, expert_bias_rate, ffn, ",
         ),
         (["model=nosuch"], f"model=nosuch is not a choice; model can be {MODELS}"),
         (["-m", "seed=1,2", "model=nosuch"], f"model=nosuch is not a choice; model can be {MODELS}"),
@@ -249,3 +250,19 @@ def test_each_recipe_has_its_two_functions() -> None:
     for module in map(importlib.import_module, launch.RECIPES.values()):
         assert callable(module.main)
         assert callable(module.run)
+
+
+def test_a_folder_of_weights_brings_its_tokenizer(tmp_path: Path) -> None:
+    assert composed("model=pretrained", f"model.pretrained={tmp_path}").data.tokenizer == str(tmp_path)
+    assert (
+        composed("model=pretrained", "model.pretrained=folder", "data=text", "data.tokenizer=null").data.tokenizer
+        is None
+    )
+    assert composed().data.tokenizer is None
+    with pytest.raises(PlanError, match="is no tokenizer that can be read"):
+        check(composed("model=pretrained", f"model.pretrained={tmp_path}"))
+    train_tokenizer("some text and some more text " * 40, 280).save(str(tmp_path / "tokenizer.json"))
+    check(composed("model=pretrained", f"model.pretrained={tmp_path}"))
+    check(composed(f"data.tokenizer={tmp_path}"))
+    with pytest.raises(PlanError, match=r"tokens, but the model's vocabulary 256: set data\.vocab_size"):
+        check(composed(f"data.tokenizer={tmp_path}", "data.vocab_size=256"))
