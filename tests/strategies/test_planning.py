@@ -17,6 +17,7 @@ from planning_cases import (
     evaluate,
     fit,
     fit_and_save,
+    fit_then_validate,
     fit_twice,
     fit_with_failing_rank_0,
     together,
@@ -138,6 +139,10 @@ def test_a_resumed_job_takes_the_plan_of_its_checkpoint(pool: RankPool, tmp_path
 def test_a_split_module_stays_as_it_is(pool: RankPool, tmp_path: Path) -> None:
     """A second Trainer measures nothing, as the module has been divided for a layout."""
     assert pool.run(fit_twice, 4, 4, tmp_path) == [(["3A + 1F", "3A + 1F"], [1, 0])] * 4
+
+
+def test_a_split_module_spreads_copies_only_where_that_is_asked_for(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(fit_then_validate, 4, 4, tmp_path) == [[("node", True), (True, False)]] * 4
 
 
 def test_what_cannot_be_planned_goes_by_rule(pool: RankPool, tmp_path: Path) -> None:
