@@ -178,11 +178,11 @@ class Decision:
             job = self._job(measured, batch)
             plan = self._on_first(lambda: choose_for_replicas(job, Effort()))
             found = Tried(layout=plan.best.layout)
-            if not self._falls_back(plan):
+            if not config.falls_back(plan.verdict.disaggregate):
                 trials = Trials(asked.strategy, asked.module, config, start + config.planning.budget_seconds)
                 found = trials.run(job, plan.best, progress)
         if found.layout != plan.best.layout:
-            own = replace(job, layouts=(found.layout,), micro_batches=(plan.best.micro_batches,))
+            own = job.only(found.layout, plan.best.micro_batches)
             plan = self._on_first(lambda: choose_for_replicas(own, Effort()))
         how = f"a plan after {time.perf_counter() - start:.0f} s"
         followed = self._follow(plan, how)
@@ -227,15 +227,9 @@ class Decision:
 
     # -- what follows ---------------------------------------------------------------------------------------------
 
-    def _falls_back(self, plan: PlanChoice) -> bool:
-        """Whether separate ranks are not worth it, and not asked for."""
-        config = self._config
-        acts = config.may_collocate and (config.can_collocate or config.fallback == "error")
-        return acts and not plan.verdict.disaggregate
-
     def _follow(self, plan: PlanChoice, origin: str) -> Decided:
         best, config, verdict = plan.best, self._config, plan.verdict
-        if self._falls_back(plan):
+        if config.falls_back(verdict.disaggregate):
             if config.fallback == "error":
                 raise MisconfigurationException(
                     f"strategy afd ends, as fallback='error' says. {verdict.sentence} Use strategy='flowmoe', "
