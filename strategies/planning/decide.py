@@ -88,7 +88,8 @@ class Decision:
         except PlanError as error:
             raise MisconfigurationException(str(error)) from None
         if plan is not None:
-            return self._follow(plan, origin)
+            followed = self._follow(plan, origin)
+            return replace(followed, lines=(*followed.lines, *self._other_options(plan, origin)))
         if not self._asked.is_fit:
             return Decided(arrangement=by_rule)
         try:
@@ -159,6 +160,20 @@ class Decision:
         if plan.model not in ("", model):
             return f"is for a model of {plan.model}, but this one has {model}: make the plan again"
         return None
+
+    def _other_options(self, plan: PlanChoice, origin: str) -> list[str]:
+        """A line about what a plan has been made for that this job does otherwise."""
+        try:
+            mine = choices_of(self._config, self._asked.trainer).options
+        except PlanError:
+            return []
+        if not (others := plan.others(mine)):
+            return []
+        its, here = (", ".join(f"{name}={found[name]}" for name in others) for found in (others, mine))
+        return [
+            f"{origin} was made for {its}, but this job has {here}, so that its predictions are of another job: give "
+            "both the same options"
+        ]
 
     # -- a new plan -----------------------------------------------------------------------------------------------
 

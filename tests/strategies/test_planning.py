@@ -92,6 +92,13 @@ def test_a_plan_is_reused(pool: RankPool, plan_of_four: Path, tmp_path: Path) ->
     ranks = pool.run(fit, 4, 4, together, {**QUICK, "plan": str(plan_of_four)}, tmp_path)
     assert {(rank.layout, rank.measured, rank.plan) for rank in ranks} == {("3A + 1F", 0, "")}
     assert ranks[0].said[0].startswith(f"strategy afd: plan={plan_of_four}: 3A + 1F")
+    assert not any("was made for" in line for line in ranks[0].said)
+
+
+def test_what_a_plan_was_not_made_for_is_said(pool: RankPool, plan_of_four: Path, tmp_path: Path) -> None:
+    other = {**QUICK, "plan": str(plan_of_four), "dedup": "node", "optimizer_sharding": "torch"}
+    (line,) = (line for line in pool.run(fit, 4, 4, apart, other, tmp_path)[0].said if "was made for" in line)
+    assert "was made for dedup=rank, optimizer_sharding=none, but this job has dedup=node, optimizer" in line
 
 
 DAMAGED: dict[str, tuple[Callable[[str], str], dict[str, Any], str]] = {
