@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -9,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -91,17 +93,25 @@ class BalancedSampler(DistributedSampler[Any]):
     is the same. Order and division depend on seed and epoch alone: nothing is sent, and a resumed epoch is the same
     one. A last incomplete global batch is left out. Use it with DataLoader(batch_size=batch_size, sampler=...).
     Where `micro_batches` divides `batch_size`, the rows of a batch are in such an order that its micro-batches have
-    nearly equal work, too: a pipeline waits for its longest one.
+    nearly equal work, too: a pipeline waits for its longest one. Where it does not, a warning says so.
     """
 
     def __init__(
         self, work: Sequence[int], batch_size: int, replicas: Replicas, *, seed: int = 0, micro_batches: int = 1
     ) -> None:
         count = replicas.num_replicas
+        if min(batch_size, micro_batches) < 1:
+            raise PlanError(f"batch_size={batch_size} with micro_batches={micro_batches}: at least 1 of each is needed")
         super().__init__(range(len(work)), num_replicas=count, rank=replicas.rank, seed=seed, drop_last=True)
         self.work = work
         self.batch_size = batch_size
         self.micro_batches = micro_batches if batch_size % micro_batches == 0 else 1
+        if self.micro_batches != micro_batches and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"micro_batches={micro_batches} does not divide batch_size={batch_size}: micro-batches of packed "
+                "documents may have unequal work, so choose another number of either",
+                stacklevel=2,
+            )
         if not len(self):
             raise PlanError(
                 f"{len(work)} rows of packed documents are fewer than one batch of {count} replicas x {batch_size} "

@@ -149,6 +149,11 @@ class AFDConfig(TrainingConfig):
         also = self.dedup == "node", self.neighbours == "groups", self.optimizer_sharding != "none"
         return not any(chosen + also)
 
+    def falls_back(self, disaggregate: bool) -> bool:
+        """Whether separate ranks, which a plan finds worth it or not, are left: not where they are asked for."""
+        acts = self.may_collocate and (self.can_collocate or self.fallback == "error")
+        return acts and not disaggregate
+
     def allows(self, layout: Layout) -> bool:
         """Whether a run of micro-batches may be as short as the options say."""
         return self.micro_batch_group == "auto" or len(layout.workers()) <= self.micro_batch_group

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_afd.placement import Sharding
@@ -63,8 +62,10 @@ def _divided(optimizer: Optimizer, division: Division, *, on_host: bool) -> Opti
         from lightning_afd.strategies.sharded_optimizer import ShardedOptimizer  # slow to import
 
         return type(name, (ShardedOptimizer,), {})(optimizer, division.groups)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True) if division.replicas == 1 else None
-    open_parts = partial(ZeroParts, group_of=lambda: alone or division.groups.replicas, offload=on_host)
+    groups, is_alone = division.groups, division.replicas == 1
+    if is_alone:
+        groups.make_alone()
+    open_parts = partial(ZeroParts, group_of=lambda: groups.alone if is_alone else groups.replicas, offload=on_host)
     return type(name, (FlatOptimizer,), {})(optimizer, open_parts)
 
 

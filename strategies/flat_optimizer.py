@@ -41,7 +41,7 @@ class Parts(Protocol):
 
     @property
     def group(self) -> Any:
-        """Process group of the ranks that have the parts."""
+        """Process group of the ranks that have the parts; None behind a fit."""
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Update this rank's part of each group by its gradient, of the same size, and exchange the parts."""
@@ -95,6 +95,8 @@ class FlatOptimizer(Optimizer):
         optimizer.param_groups = [{**optimizer.param_groups[n], "params": list(trained[n])} for n in self._numbers]
         drop_state_of_others(optimizer)
         self._parts = open_parts(optimizer)
+        self._ranks = dist.get_process_group_ranks(self._parts.group)
+        """Global ones by part: behind a fit, when the group is gone, they still talk in the default group."""
         self._fragments = [
             fragments(trained[number], self._parts.rank, flat.numel())
             for number, flat in zip(self._numbers, self._flats, strict=True)
@@ -184,12 +186,12 @@ class FlatOptimizer(Optimizer):
         group, device, size = self._parts.group, fragment.parameter.device, flat.numel()
         if fragment.start > 0:
             first = self._parts.rank + (fragment.place - fragment.start) // size
-            dist.send(own.to(device), dist.get_global_rank(group, first), group)
+            dist.send(own.to(device), self._ranks[first], group)
             return None
         pieces, missing = [own.to(device)], fragment.parameter.numel() - fragment.count
         for number, start in enumerate(range(0, missing, size), start=self._parts.rank + 1):
             pieces.append(torch.empty(min(size, missing - start), dtype=flat.dtype, device=device))
-            dist.recv(pieces[-1], dist.get_global_rank(group, number), group)
+            dist.recv(pieces[-1], self._ranks[number], group)
         return torch.cat(pieces).view_as(fragment.parameter).to(flat.device)
 
     @contextmanager

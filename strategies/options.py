@@ -109,8 +109,11 @@ class TrainingConfig:
             )
 
     def on_nodes(self, layout: Layout, ranks: int) -> Layout:
-        """A layout on nodes of so many ranks: they matter where a token travels to each of them once."""
-        return replace(layout, node_ranks=ranks) if self.dedup == "node" and not layout.collocated else layout
+        """A layout on nodes of so many ranks: they matter where a token travels to each of them once, and only there,
+        whatever the layout was made for.
+        """
+        spreads = self.dedup == "node" and not layout.collocated
+        return replace(layout, node_ranks=ranks if spreads else 1)
 
     @property
     def sharding(self) -> Sharding:
@@ -146,8 +149,9 @@ class TrainingConfig:
         return False
 
     def agreed(self) -> str:
-        """What all ranks must have chosen alike beside the plan."""
-        return f"reduce_chunk_bytes={self.reduce_chunk_bytes!r}, trace={self.trace}"
+        """What all ranks must have chosen alike beside the plan, since it says which collectives there are."""
+        chosen = {name: getattr(self, name) for name in ("reduce_chunk_bytes", "trace", "on_nonfinite")}
+        return ", ".join(f"{name}={value!r}" for name, value in {**chosen, "optimizer_sharding": self.sharding}.items())
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:

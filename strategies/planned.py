@@ -73,9 +73,16 @@ class PlannedStrategy(StoppingStrategy):
             with suppress(PlanError):  # Decision says on all ranks what is wrong with it
                 plan = PlanChoice.load(self.config.plan_file)
                 if plan.best.layout.world == layout.world:
-                    layout = plan.best.layout
-                    self.nic_shares = NicShares(attention=plan.attention_nics, ffn=plan.ffn_nics)
+                    layout = self._take_nics(plan)
         super()._choose_nics(layout)
+
+    def _take_nics(self, plan: PlanChoice) -> Layout:
+        """What the plan gives each role; returns the layout that will be trained, where roles may lie otherwise."""
+        assert isinstance(self.config, AFDConfig)
+        if self.config.falls_back(plan.verdict.disaggregate):
+            return Layout.together(plan.best.layout.world)
+        self.nic_shares = NicShares(attention=plan.attention_nics, ffn=plan.ffn_nics)
+        return self.config.planned(plan.best).layout
 
     @override
     def _connect(self) -> None:

@@ -204,6 +204,18 @@ def fit_twice(world: int, folder: Path) -> tuple[list[str], list[int]]:
     return layouts, measured
 
 
+def fit_then_validate(world: int, folder: Path) -> list[tuple[Any, bool]]:
+    """One module with one copy of a token per node, then per rank: what is planned, and whether ranks spread copies."""
+    module, found = Planned(), list[tuple[Any, bool]]()
+    module.val_batches = [{k: torch.stack([row[k] for row in module.rows[:ROWS]]) for k in module.rows[0]}]
+    for dedup in ("node", True):
+        options = {**QUICK, "attention": 2, "dedup": dedup}
+        trainer = trainer_of(world, options, folder, Known(apart), limit_val_batches=1.0)
+        trainer.fit(module) if dedup == "node" else trainer.validate(module, verbose=False)
+        found.append((dedup, trainer.strategy.layout.spreads))
+    return found
+
+
 def without_a_model(folder: Path) -> tuple[str, bool]:
     """A fit of a model that no configuration describes: its layout, and whether that is explained on rank 0."""
     module, said = Planned(), list[str]()

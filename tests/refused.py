@@ -205,6 +205,16 @@ def unequal_layouts() -> None:
     fit(tiny_module(), strategy={"attention": 1 + rank() // 2, "ffn": 3 - rank() // 2}, devices=4)
 
 
+def unequal_shardings() -> None:
+    """Some ranks would wait for others in the first optimizer step."""
+    fit(tiny_module(), "2A+1F", {"optimizer_sharding": "torch" if rank() == 1 else "none"})
+
+
+def unequal_verdicts() -> None:
+    """Every rank has its own idea of what is done about gradients that are not finite."""
+    fit(tiny_module(), "1A+1F", {"on_nonfinite": "skip" if rank() == 1 else "error"})
+
+
 def layer_that_is_not_additive() -> None:
     """A norm behind the experts, in a model that is spread over two groups."""
     module = tiny_module()

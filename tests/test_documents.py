@@ -144,13 +144,27 @@ def test_replicas_have_nearly_equal_work() -> None:
 
 def test_micro_batches_have_nearly_equal_work() -> None:
     replicas = Replicas(num_replicas=2, rank=1)
-    plain, dealt, odd = (list(BalancedSampler(WORK, 12, replicas, micro_batches=parts)) for parts in (1, 3, 5))
-    assert odd == plain != dealt
+    plain, dealt = (list(BalancedSampler(WORK, 12, replicas, micro_batches=parts)) for parts in (1, 3))
+    assert plain != dealt
     for start in range(0, len(plain), 12):
         assert sorted(plain[start : start + 12]) == sorted(dealt[start : start + 12])
         work = [[WORK[row] for row in rows[start : start + 12]] for rows in (plain, dealt)]
         before, after = (max(sum(own[i : i + 4]) for i in (0, 4, 8)) * 3 / sum(own) for own in work)
         assert 1.0 <= after < 1.08 and after < before
+
+
+def test_micro_batches_that_do_not_divide_a_batch_are_said() -> None:
+    BalancedSampler(WORK, 12, Replicas(), micro_batches=4)
+    with pytest.warns(UserWarning, match="micro_batches=5 does not divide batch_size=12") as said:
+        assert BalancedSampler(WORK, 12, Replicas(), micro_batches=5).micro_batches == 1
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(("batch_size", "micro_batches"), [(12, 0), (0, 1), (12, -3)])
+def test_batches_of_nothing_are_refused(batch_size: int, micro_batches: int) -> None:
+    said = f"batch_size={batch_size} with micro_batches={micro_batches}: at least 1 of each is needed"
+    with pytest.raises(PlanError, match=said):
+        BalancedSampler(WORK, batch_size, Replicas(), micro_batches=micro_batches)
 
 
 def test_too_few_rows_for_a_batch() -> None:

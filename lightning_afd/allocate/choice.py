@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ class PlanChoice:
     """Whether it is worth it."""
     model: str = ""
     """What it is for: `ModelShape.describe`."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """And with which: `Choices.options`; empty in files that were written before they were kept."""
+
+    def others(self, options: Mapping[str, str]) -> dict[str, str]:
+        """Its options that are not those of a job."""
+        return {name: value for name, value in self.options.items() if options.get(name, value) != value}
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -80,7 +86,9 @@ class PlanChoice:
 
 
 def _plan(content: Mapping[str, Any]) -> PlanChoice:
-    values = {field.name: content[field.name] for field in fields(PlanChoice)}
+    content = {"options": {}, **content}
+    values = {each.name: content[each.name] for each in fields(PlanChoice)}
+    values["options"] = dict(values["options"])
     values["best"] = _candidate(values["best"])
     values["candidates"] = tuple(map(_candidate, values["candidates"]))
     values["division"] = None if values["division"] is None else Split(**values["division"])

@@ -59,6 +59,7 @@ def choose(request: Request, effort: Effort) -> PlanChoice:
         candidates=candidates,
         verdict=judge(request, best, predictions),
         model=request.model.describe(),
+        options=choices.options,
     )
 
 

@@ -50,6 +50,11 @@ class Replicas:
             layouts=(layout,),
         )
 
+    def only(self, layout: Layout, micro_batches: int) -> Replicas:
+        """The same job in this layout alone, with these ranks in a node and so many micro-batches."""
+        request = replace(self.request, neighbours=(layout.neighbours,))
+        return replace(self, request=request, layouts=(layout,), micro_batches=(micro_batches,))
+
 
 def cuts(rows: int, most: int = 16) -> tuple[int, ...]:
     """Numbers of micro-batches that are worth a thought: equal parts of so many rows, 16 at most."""

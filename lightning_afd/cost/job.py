@@ -93,6 +93,17 @@ class Choices:
     ffn_nics: float = 1.0
     """NICs of an F rank, likewise."""
 
+    @property
+    def options(self) -> dict[str, str]:
+        """What a job is told, too, by the name of its option; values are those of `lightning-afd plan`."""
+        names = (name for name, precision in PRECISIONS.items() if precision == self.precision)
+        return {
+            "precision": next(names, self.precision.compute),
+            "dedup": self.dedup,
+            "shared_experts": self.shared_experts,
+            "optimizer_sharding": "torch or deepspeed" if self.shard_optimizer else "none",
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

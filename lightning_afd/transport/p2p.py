@@ -45,6 +45,7 @@ class ProcessGroups:
         self.announcements = dist.new_group(everyone, timeout=timeout, backend="gloo") if on_gpus else self.control
         self.replicas: Any = None
         self.chunks: Any = None
+        self.alone: Any = None
         for ranks in dict.fromkeys(layout.copies_of(other) for other in everyone):
             group = dist.new_group(list(ranks), timeout=timeout)
             on_the_way = len(ranks) > 1 and layout.worker_of(ranks[0]).role == "A"
@@ -54,6 +55,12 @@ class ProcessGroups:
         mine = [group for lane, group in self.channels.items() if rank in ranks_of[lane]]
         others = [self.control, self.announcements, self.replicas, self.chunks]
         self._all = list(dict.fromkeys([*mine, *others]))
+
+    def make_alone(self) -> None:
+        """A group of this rank only, `alone`, of which the others know nothing; once, however often it is wanted."""
+        if self.alone is None:
+            self.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            self._all.append(self.alone)
 
     def between(self, channel: Channel, sender: int, receiver: int) -> Any:
         """The group of a channel for messages in this direction."""
@@ -89,7 +96,7 @@ class ProcessGroups:
             dist.destroy_process_group(group)
         self._all.clear()
         self.channels.clear()
-        self.control = self.announcements = self.replicas = self.chunks = None
+        self.control = self.announcements = self.replicas = self.chunks = self.alone = None
 
 
 def cut_off(groups: ProcessGroups | None) -> None:

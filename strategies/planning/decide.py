@@ -88,7 +88,8 @@ class Decision:
         except PlanError as error:
             raise MisconfigurationException(str(error)) from None
         if plan is not None:
-            return self._follow(plan, origin)
+            followed = self._follow(plan, origin)
+            return replace(followed, lines=(*followed.lines, *self._other_options(plan, origin)))
         if not self._asked.is_fit:
             return Decided(arrangement=by_rule)
         try:
@@ -160,6 +161,20 @@ class Decision:
             return f"is for a model of {plan.model}, but this one has {model}: make the plan again"
         return None
 
+    def _other_options(self, plan: PlanChoice, origin: str) -> list[str]:
+        """A line about what a plan has been made for that this job does otherwise."""
+        try:
+            mine = choices_of(self._config, self._asked.trainer).options
+        except PlanError:
+            return []
+        if not (others := plan.others(mine)):
+            return []
+        its, here = (", ".join(f"{name}={found[name]}" for name in others) for found in (others, mine))
+        return [
+            f"{origin} was made for {its}, but this job has {here}, so that its predictions are of another job: give "
+            "both the same options"
+        ]
+
     # -- a new plan -----------------------------------------------------------------------------------------------
 
     def _new_plan(self) -> Decided:
@@ -178,11 +193,11 @@ class Decision:
             job = self._job(measured, batch)
             plan = self._on_first(lambda: choose_for_replicas(job, Effort()))
             found = Tried(layout=plan.best.layout)
-            if not self._falls_back(plan):
+            if not config.falls_back(plan.verdict.disaggregate):
                 trials = Trials(asked.strategy, asked.module, config, start + config.planning.budget_seconds)
                 found = trials.run(job, plan.best, progress)
         if found.layout != plan.best.layout:
-            own = replace(job, layouts=(found.layout,), micro_batches=(plan.best.micro_batches,))
+            own = job.only(found.layout, plan.best.micro_batches)
             plan = self._on_first(lambda: choose_for_replicas(own, Effort()))
         how = f"a plan after {time.perf_counter() - start:.0f} s"
         followed = self._follow(plan, how)
@@ -227,15 +242,9 @@ class Decision:
 
     # -- what follows ---------------------------------------------------------------------------------------------
 
-    def _falls_back(self, plan: PlanChoice) -> bool:
-        """Whether separate ranks are not worth it, and not asked for."""
-        config = self._config
-        acts = config.may_collocate and (config.can_collocate or config.fallback == "error")
-        return acts and not plan.verdict.disaggregate
-
     def _follow(self, plan: PlanChoice, origin: str) -> Decided:
         best, config, verdict = plan.best, self._config, plan.verdict
-        if self._falls_back(plan):
+        if config.falls_back(verdict.disaggregate):
             if config.fallback == "error":
                 raise MisconfigurationException(
                     f"strategy afd ends, as fallback='error' says. {verdict.sentence} Use strategy='flowmoe', "

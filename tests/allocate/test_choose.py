@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,6 +197,17 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     chosen.save(file)
     assert PlanChoice.load(file) == chosen
+
+
+def test_plans_say_what_they_were_made_for() -> None:
+    asked = request(layers=2, groups=(1,), choices=Choices(dedup="node", shard_optimizer=True))
+    chosen = choose(asked, Effort(layouts=1, predict={}))
+    assert chosen.others(asked.choices.options) == {}
+    assert chosen.others(Choices().options) == {"dedup": "node", "optimizer_sharding": "torch or deepspeed"}
+    content = json.loads(chosen.dumps())
+    del content["options"]
+    before = PlanChoice.loads(json.dumps(content), "a file from before they were kept")
+    assert before.best == chosen.best and before.others(Choices().options) == {}
 
 
 @pytest.mark.parametrize(

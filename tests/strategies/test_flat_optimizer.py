@@ -9,10 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Run
+from fits import Run, State, tiny_module
 from flat_parts import FlatParts
 from pool import RankErrors, RankPool, RemoteError
-from sharding_cases import SAVED, Case, Grouped, Result, Watch, engines, fit, joined, one, same
+from sharding_cases import SAVED, Case, Grouped, Result, Watch, engine, engines, fit, joined, one, same
 from torch import nn
 
 from lightning_afd.namespace import MisconfigurationException
@@ -76,6 +76,25 @@ def test_checkpoints_go_from_one_sharding_and_layout_to_another(pool: RankPool, 
     three = one(pool.run(fit, 4, Run(layout="3A+1F"), [Case(sharding=sharding)], None, paths[sharding]))
     assert same(joined(three, "started", divided=True), plain[0].saved)
     assert all(same(rank.weights, three[0].weights) for rank in three[1:3])
+
+
+def _save_behind_the_fit(path: Path) -> list[State]:
+    """Optimizer state at the end of a fit, and at the start of one that goes on from it."""
+    module = tiny_module(steps=SAVED, tied=True, layers=2)
+    module.__class__, module.case = Grouped, Case()  # type: ignore[assignment]
+    before, after = Watch(), Watch()
+    with engine("stand-in") as sharding:
+        trainer = RUN.trainer({"optimizer_sharding": sharding}, callbacks=[before])
+        trainer.fit(module)
+        trainer.save_checkpoint(path)
+        RUN.trainer({"optimizer_sharding": sharding}, callbacks=[after], max_epochs=2).fit(module, ckpt_path=path)
+    return [before.ended, after.started]
+
+
+def test_a_checkpoint_is_saved_behind_the_fit(pool: RankPool, tmp_path: Path) -> None:
+    """The groups of the step are gone by then."""
+    for ended, started in pool.run(_save_behind_the_fit, RUN.world, tmp_path / "end.ckpt"):
+        assert ended and same(ended, started)
 
 
 def _without_exchange() -> list[Result]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fits import Run, State
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from pool import RankPool
@@ -64,6 +65,22 @@ def test_state_in_the_memory_of_the_host(pool: RankPool, tmp_path: Path, shardin
     for rank, parts in ((0, 2), (1, 2), (2, 1)):
         plain, host = ranks[rank][:2]
         assert host.names == ["DeepSpeedCPUAdam"] * 2 and abs(host.kept - plain.kept / parts) <= 2 * 4
+
+
+def _groups_behind_fits() -> list[int]:
+    """How many process groups this rank has behind each of two fits."""
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refusals, "_refuse_host_adam", lambda *_: None)
+        for _ in range(2):
+            fit(RUN, [Case(sharding="stand-in", optimizer=DeepSpeedCPUAdam)])
+            counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_fit_leaves_no_process_groups(pool: RankPool) -> None:
+    """That of an FFN rank alone included: there is the default group only."""
+    assert pool.run(_groups_behind_fits, RUN.world) == [[1, 1]] * RUN.world
 
 
 def _fit_with_operator(paths: dict[str, Path]) -> list[Result]:

@@ -135,6 +135,24 @@ def test_a_plan_file_says_what_ranks_get(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen == [(plan.best.layout, shares), (Layout(attention=90, ffn=1), shares), (by_rule, None)]
 
 
+@pytest.mark.parametrize("neighbours", ["roles", "groups"])
+def test_roles_are_those_of_the_layout_that_will_be_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbours: Any
+) -> None:
+    """Which differs from the plan's where the user says which ranks share a node, and where the plan falls back."""
+    path, seen = tmp_path / "plan.json", list[Any]()
+    monkeypatch.setattr(RankedStrategy, "_choose_nics", lambda self, layout: seen.append((layout, self.nic_shares)))
+    plan = small_plan(path)
+    best = plan.best.layout
+    assert best.neighbours == "roles"
+    AFDStrategy(plan=str(path), neighbours=neighbours)._choose_nics(best)
+    replace(plan, verdict=replace(plan.verdict, disaggregate=False)).save(path)
+    AFDStrategy(plan=str(path))._choose_nics(best)
+    AFDStrategy(plan=str(path), attention=best.attention, neighbours=neighbours)._choose_nics(best)
+    trained = replace(best, neighbours=neighbours), NicShares(attention=0.5, ffn=1.5)
+    assert seen == [trained, (Layout.together(best.world), None), trained]
+
+
 def small_plan(path: Path) -> PlanChoice:
     """A plan that gives FFN ranks more NICs."""
     model, cluster = named_model("deepseek_moe_paper"), named_cluster("h800_16x8")

@@ -17,6 +17,7 @@ from planning_cases import (
     evaluate,
     fit,
     fit_and_save,
+    fit_then_validate,
     fit_twice,
     fit_with_failing_rank_0,
     together,
@@ -91,6 +92,13 @@ def test_a_plan_is_reused(pool: RankPool, plan_of_four: Path, tmp_path: Path) ->
     ranks = pool.run(fit, 4, 4, together, {**QUICK, "plan": str(plan_of_four)}, tmp_path)
     assert {(rank.layout, rank.measured, rank.plan) for rank in ranks} == {("3A + 1F", 0, "")}
     assert ranks[0].said[0].startswith(f"strategy afd: plan={plan_of_four}: 3A + 1F")
+    assert not any("was made for" in line for line in ranks[0].said)
+
+
+def test_what_a_plan_was_not_made_for_is_said(pool: RankPool, plan_of_four: Path, tmp_path: Path) -> None:
+    other = {**QUICK, "plan": str(plan_of_four), "dedup": "node", "optimizer_sharding": "torch"}
+    (line,) = (line for line in pool.run(fit, 4, 4, apart, other, tmp_path)[0].said if "was made for" in line)
+    assert "was made for dedup=rank, optimizer_sharding=none, but this job has dedup=node, optimizer" in line
 
 
 DAMAGED: dict[str, tuple[Callable[[str], str], dict[str, Any], str]] = {
@@ -138,6 +146,10 @@ def test_a_resumed_job_takes_the_plan_of_its_checkpoint(pool: RankPool, tmp_path
 def test_a_split_module_stays_as_it_is(pool: RankPool, tmp_path: Path) -> None:
     """A second Trainer measures nothing, as the module has been divided for a layout."""
     assert pool.run(fit_twice, 4, 4, tmp_path) == [(["3A + 1F", "3A + 1F"], [1, 0])] * 4
+
+
+def test_a_split_module_spreads_copies_only_where_that_is_asked_for(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(fit_then_validate, 4, 4, tmp_path) == [[("node", True), (True, False)]] * 4
 
 
 def test_what_cannot_be_planned_goes_by_rule(pool: RankPool, tmp_path: Path) -> None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from plan_cases import cluster, model
 from torch import nn
 
+from lightning_afd.allocate.calibration import Calibration
 from lightning_afd.allocate.choose import Effort
 from lightning_afd.allocate.replica import Replicas, choose_for_replicas
 from lightning_afd.allocate.request import RUNGS, Request
-from lightning_afd.cost.job import BatchShape
+from lightning_afd.cost.job import BatchShape, Choices
 from lightning_afd.errors import PlanError
 from lightning_afd.placement import Layout
 from lightning_afd.strategies.config import AFDConfig
+from lightning_afd.strategies.planning import decide
 from lightning_afd.strategies.planning.options import Planning
 from lightning_afd.strategies.planning.trials import Scale, Trials, Tried, with_few_layers
 
@@ -116,3 +120,38 @@ def test_a_model_that_cannot_be_shortened_is_not_tried(job: Replicas) -> None:
     timer = SimpleNamespace(seconds=refuse)
     trials = Trials(strategy, nn.Identity(), AFDConfig(), time.perf_counter() + 60, lambda *args: timer)
     assert "no layouts were tried on real steps: no" in trials.run(job, start, lambda what, done: None).lines[0]
+
+
+def test_the_layout_that_was_measured_is_the_one_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With these ranks in a node, even where the simulator likes others better, as in this cluster of two nodes."""
+    measured, tried = Layout(attention=1, ffn=1, groups=2, neighbours="groups"), list[Layout]()
+
+    def seconds(layout: Layout) -> float:
+        tried.append(layout)
+        return 1e-6 if layout == measured else 1.0
+
+    monkeypatch.setattr(decide, "Trials", partial(Trials, timer=lambda *args: SimpleNamespace(seconds=seconds)))
+    shape, two_nodes = model(layers=4), cluster(nodes=2, devices=WORLD // 2, nic=5)
+    known = Calibration(model=shape, cluster=two_nodes, batch=BatchShape.rows(1, 512), choices=Choices())
+    trainer: Any = SimpleNamespace(precision="32-true", global_rank=1, accumulate_grad_batches=1)
+    given = Planning(rows=4, tokens=512)
+    # Collocated ranks would win here, but cannot divide their optimizer state.
+    config = AFDConfig(optimizer_sharding="torch", recompute="none", micro_batches=4, planning=given)
+    asked = decide.Asked(strategy=OneRank(), config=config, trainer=trainer, checkpoint=None)  # type: ignore[arg-type]
+    decided = decide.Decision(asked, lambda *args, **options: known)._new_plan()
+    assert decided.arrangement.layout == measured and decided.plan is not None and decided.plan.best.layout == measured
+    job = Replicas(
+        request=known.request(1, rungs=RUNGS[:1]), rows=4, length=512, layouts=(measured,), micro_batches=(4,)
+    )
+    assert tried[0].neighbours == "groups" and choose_for_replicas(job, Effort()).best.layout.neighbours == "roles"
+
+
+class OneRank:
+    """Stands for all ranks of two nodes."""
+
+    global_rank, world_size, num_nodes, root_device = 0, WORLD, 2, torch.device("cpu")
+    lightning_module = nn.Identity()
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """To nobody."""
+        return value

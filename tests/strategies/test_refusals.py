@@ -49,6 +49,8 @@ SAME_ON_ALL = {
     refused.metric_that_waits: (2, "dist_sync_on_step=True", "mean"),
     refused.unequal_plans: (4, "ranks 0 and 2", "micro_batches=1", "micro_batches=2", "same script and options"),
     refused.unequal_layouts: (4, "different plans", "attention=1", "attention=2"),
+    refused.unequal_shardings: (3, "different plans", "optimizer_sharding='none'", "optimizer_sharding='torch'"),
+    refused.unequal_verdicts: (2, "different plans", "on_nonfinite='error'", "on_nonfinite='skip'"),
     refused.layer_that_is_not_additive: (4, "model.layers.1 is not additive", "needs groups=1"),
     refused.batch_without_common_rows: (3, "[1, 4] rows", "afd_split"),
     refused.step_without_loss: (3, "training_step returned NoneType", "return a loss of zero"),
