@@ -48,6 +48,8 @@ def divide_state(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], div
     divided = list(optimizers)
     for number, optimizer in enumerate(optimizers):
         on_host = division.sharding == "deepspeed" and type(optimizer).__name__ == HOST_ADAM
+        if on_host:
+            division.groups.make_alone()
         if (division.replicas > 1 or on_host) and any(map(len, trained_groups(optimizer))):
             divided[number] = _divided(optimizer, division, on_host=on_host)
             for scheduler in schedulers:
@@ -63,8 +65,6 @@ def _divided(optimizer: Optimizer, division: Division, *, on_host: bool) -> Opti
 
         return type(name, (ShardedOptimizer,), {})(optimizer, division.groups)
     groups, is_alone = division.groups, division.replicas == 1
-    if is_alone:
-        groups.make_alone()
     open_parts = partial(ZeroParts, group_of=lambda: groups.alone if is_alone else groups.replicas, offload=on_host)
     return type(name, (FlatOptimizer,), {})(optimizer, open_parts)
 

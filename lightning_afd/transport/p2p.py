@@ -57,7 +57,9 @@ class ProcessGroups:
         self._all = list(dict.fromkeys([*mine, *others]))
 
     def make_alone(self) -> None:
-        """A group of this rank only, `alone`, of which the others know nothing; once, however often it is wanted."""
+        """A group of this rank only, `alone`; once, however often it is wanted. NCCL splits its communicator for it, in
+        which all ranks take part: each asks for its own at the same place, whether it will use it or not.
+        """
         if self.alone is None:
             self.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self._all.append(self.alone)
