@@ -15,7 +15,7 @@ from lightning_afd.placement import Layout
         (Layout(attention=1, ffn=EXPERTS + 1), {"A", "F"}),
         (Layout.together(EXPERTS + 1), {"AF"}),
     ],
-    ids=str,
+    ids=["few experts", "more ranks than experts", "both roles"],
 )
 def test_it_is_measured_with_more_ranks_than_experts_too(layout: Layout, roles: set[str]) -> None:
     order = "sequential" if layout.collocated else "af-pipe"
