@@ -25,9 +25,9 @@ class Runtime:
         self.clock: Clock = HostClock()
         """Measures the next program, and what is done behind it."""
         self._measured_by = self.clock
-        self._program: list[Step] = []
+        self._program: Sequence[Step] = ()
         self._steps: list[Step] = []
-        """The same in the order in which they were executed."""
+        """The same in the order in which they were executed, without places for chunks, which are told apart."""
         self._chunks: list[int] = []
         self._marks: list[Any] = []
         """Start and end of each action."""
@@ -41,7 +41,7 @@ class Runtime:
         """Execute the steps in order; an exception gets a note with rank, role, layer and micro-batch."""
         self._measured_by, self._steps, self._marks = self.clock, [], []
         self._chunks, self._chunk_marks = [], []
-        self._program = [step for step in program if step.action.op != "S"]  # places for chunks are told apart
+        self._program = program
         self._measured_by.begin()
         now, mark = time.perf_counter, self._measured_by.mark
         for step in self._in_order(program):
@@ -102,7 +102,7 @@ class Runtime:
         """Start and end (perf_counter) of each action of the last program that came to an end, in its order: that an
         action overtook a dispatch shows in the times."""
         executed = {step: (start, end) for step, start, end in self._executed()}
-        return [time for step in self._program for time in executed[step]]
+        return [time for step in self._program if step.action.op != "S" for time in executed[step]]
 
     @property
     def spans(self) -> list[Span]:
